@@ -8,7 +8,7 @@
 
 use std::future::Future;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,8 @@ use api::ports::{BoxFuture, Propose, ProposeError};
 use api::prompt::{ModelSettings, Tokenizer, parse};
 use api::proxy::{Proxy, ProxyMetrics, ProxySettings, Server};
 use api::routing::{
-    AttemptEnd, DispatchTerms, OutboxSettings, Router, RouterParts, RoutingRequest,
+    AttemptEnd, DispatchTerms, OutboxSettings, Router, RouterParts, RoutingRequest, SelectSettings,
+    UserName,
 };
 use bytes::Bytes;
 use state::RouterState;
@@ -39,6 +40,9 @@ const PROMPTS: usize = 64;
 const ENGINES: usize = 4;
 /// Events of a streamed answer.
 const EVENTS: usize = 32;
+
+/// Who sends requests.
+static ADA: LazyLock<UserName> = LazyLock::new(|| UserName::bounded("ada"));
 
 fn main() {
     let engine = spawn_engine();
@@ -389,6 +393,7 @@ impl Fleet {
             session: SessionId(1),
             outbox: OutboxSettings::default(),
             overrides: Vec::new(),
+            select: SelectSettings::default(),
             clock: Clock::default(),
         }));
         for (seq, command) in (1..).zip(commands(engine)) {
@@ -479,20 +484,27 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         model: "m",
         identity: &identities[i],
         request_id: "0123456789abcdef0123456789abcdef",
-        user: "ada",
+        user: &ADA,
         headers: None,
         policy: None,
+        labels: &[],
         excluded: &[],
     };
     let decisions: Vec<_> = (0..PROMPTS)
-        .map(|i| router.decide(&ask(i)).expect("a backend is healthy"))
+        .map(|i| {
+            router
+                .decider()
+                .decide(&ask(i))
+                .expect("a backend is healthy")
+        })
         .collect();
     let us = [
         time_us(|i| drop(parse(path, &bodies[i]))),
         time_us(|i| drop(router.reader().identify(&parsed[i]))),
-        time_us(|i| drop(router.decide(&ask(i)))),
+        time_us(|i| drop(router.decider().decide(&ask(i)))),
         time_us(|i| {
             router
+                .dispatcher()
                 .dispatch(&decisions[i], &ask(i), DispatchTerms::default())
                 .end(AttemptEnd::Finished);
         }),

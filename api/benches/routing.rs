@@ -8,14 +8,15 @@
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use api::admission::{Admission, AdmissionRequest};
 use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
 use api::prompt::{ModelSettings, ParsedBody, PromptIdentity, Tokenizer, parse};
 use api::routing::{
-    AttemptEnd, DispatchTerms, OutboxSettings, Router, RouterParts, RoutingRequest, Usage,
+    AttemptEnd, DispatchTerms, OutboxSettings, Router, RouterParts, RoutingRequest, SelectSettings,
+    Usage, UserName,
 };
 use bytes::Bytes;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -94,6 +95,7 @@ fn router(state: &RouterState) -> Arc<Router> {
         session: SessionId(1),
         outbox: OutboxSettings::default(),
         overrides: Vec::new(),
+        select: SelectSettings::default(),
         clock: Clock::default(),
     }))
 }
@@ -204,14 +206,18 @@ impl Fleet {
     }
 }
 
+/// Who sends requests.
+static ADA: LazyLock<UserName> = LazyLock::new(|| UserName::bounded("ada"));
+
 fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
     RoutingRequest {
         model: "m",
         identity,
         request_id: "0123456789abcdef",
-        user: "ada",
+        user: &ADA,
         headers: None,
         policy: None,
+        labels: &[],
         excluded: &[],
     }
 }
@@ -228,7 +234,13 @@ fn route(c: &mut Criterion) {
                 });
             }
             c.bench_with_input(id("decide"), &identity, |b, identity| {
-                b.iter(|| fleet.router.decide(&ask(black_box(identity))).is_ok());
+                b.iter(|| {
+                    fleet
+                        .router
+                        .decider()
+                        .decide(&ask(black_box(identity)))
+                        .is_ok()
+                });
             });
         }
     }
@@ -240,14 +252,16 @@ fn book(c: &mut Criterion) {
     let (_, identity) = fleet.prompt(512);
     let decision = fleet
         .router
+        .decider()
         .decide(&ask(&identity))
         .expect("backends are healthy");
     c.bench_function("dispatch and end/512 blocks", |b| {
         b.iter(|| {
-            let mut attempt =
-                fleet
-                    .router
-                    .dispatch(&decision, &ask(&identity), DispatchTerms::default());
+            let mut attempt = fleet.router.dispatcher().dispatch(
+                &decision,
+                &ask(&identity),
+                DispatchTerms::default(),
+            );
             attempt.first_byte();
             attempt.output("some output text");
             attempt.usage(Usage {
@@ -264,7 +278,7 @@ fn book(c: &mut Criterion) {
 struct Request(PromptIdentity);
 
 impl AdmissionRequest for Request {
-    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+    fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
         RoutingRequest {
             excluded,
             ..ask(&self.0)
@@ -291,10 +305,16 @@ fn admit(c: &mut Criterion) {
     c.bench_function("decide, dispatch, end/8 blocks", |b| {
         b.iter(|| {
             let asked = ask(&request.0);
-            let decision = fleet.router.decide(&asked).expect("backends are healthy");
-            let attempt = fleet
+            let decision = fleet
                 .router
-                .dispatch(&decision, &asked, DispatchTerms::default());
+                .decider()
+                .decide(&asked)
+                .expect("backends are healthy");
+            let attempt =
+                fleet
+                    .router
+                    .dispatcher()
+                    .dispatch(&decision, &asked, DispatchTerms::default());
             attempt.end(AttemptEnd::NotRun);
         });
     });

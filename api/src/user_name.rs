@@ -4,6 +4,8 @@
 use std::borrow::Cow;
 
 use state::command::NAME_BYTES_MAX;
+use state::ids::UserKey;
+use state::prefix::user_key;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// What a shortened name ends with: `#` and a hash.
@@ -11,14 +13,33 @@ const HASH_BYTES: usize = 1 + 16;
 /// A shortened name may be shorter than the bound by the rest of a character.
 const CHARACTER_BYTES_MAX: usize = 4;
 
-/// A user's name as the state keeps it. One above [`NAME_BYTES_MAX`] is cut, and told apart by its hash.
-pub(crate) fn bounded(name: &str) -> Cow<'_, str> {
-    if name.len() <= NAME_BYTES_MAX {
-        return Cow::Borrowed(name);
+/// A user's name as the state keeps it: within the log's bound.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UserName(String);
+
+impl UserName {
+    /// The name `name`. One above [`NAME_BYTES_MAX`] is cut, and told apart by its hash.
+    #[must_use]
+    pub fn bounded<'a>(name: impl Into<Cow<'a, str>>) -> Self {
+        let name = name.into();
+        if name.len() <= NAME_BYTES_MAX {
+            return Self(name.into_owned());
+        }
+        let cut = name.floor_char_boundary(NAME_BYTES_MAX - HASH_BYTES);
+        let hash = xxh3_64(name.as_bytes());
+        Self(format!("{}#{hash:016x}", &name[..cut]))
     }
-    let cut = name.floor_char_boundary(NAME_BYTES_MAX - HASH_BYTES);
-    let hash = xxh3_64(name.as_bytes());
-    Cow::Owned(format!("{}#{hash:016x}", &name[..cut]))
+
+    /// The name as text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The user's key under the cluster's seed.
+    pub(crate) fn key(&self, hash_seed: u64) -> UserKey {
+        user_key(hash_seed, &self.0)
+    }
 }
 
 /// Whether a name looks like one that was shortened here.
@@ -39,11 +60,12 @@ mod tests {
 
     #[test]
     fn long_names_stay_apart_within_the_bound() {
+        let bounded = |name: &str| UserName::bounded(name).as_str().to_owned();
         assert_eq!(bounded("ada"), "ada");
         assert!(!looks_shortened("ada#0123456789abcdef"));
         for first in ["", "e", "ee", "eee"] {
             let long = |end: &str| format!("{first}{}{end}", "é€".repeat(60));
-            let names = [long("a"), long("b")].map(|name| bounded(&name).into_owned());
+            let names = [long("a"), long("b")].map(|name| bounded(&name));
             assert!(names.iter().all(|name| name.len() <= NAME_BYTES_MAX));
             assert!(names.iter().all(|name| looks_shortened(name)), "{names:?}");
             assert_ne!(names[0], names[1]);

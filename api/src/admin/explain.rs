@@ -16,7 +16,7 @@ use super::problem::invalid;
 use crate::error::Problem;
 use crate::prompt::{BlockUnit, ReadError, ReadRequest};
 use crate::proxy::ANONYMOUS;
-use crate::routing::{Explanation, POLICY, RoutingRequest, SELECT};
+use crate::routing::{Explanation, RoutingRequest, UserName};
 
 /// A request as a client would send it.
 #[derive(Deserialize)]
@@ -73,21 +73,20 @@ pub(super) async fn explain(
     ids.truncate(SHOWN_IDS_MAX);
     let headers = headers(&would_be.headers)?;
     let request_id = headers.get("x-request-id");
-    let policy = admin.router.asked_policy(&headers).map_err(|unknown| {
-        let field = format!("headers.{POLICY}");
-        invalid(&field, unknown.to_string())
+    let preferences = admin.router.decider().preferences(&headers);
+    let preferences = preferences.map_err(|why| {
+        let field = format!("headers.{}", why.header());
+        invalid(&field, why.to_string())
     })?;
-    admin.router.check_select(&headers).map_err(|bad| {
-        let field = format!("headers.{SELECT}");
-        invalid(&field, bad.to_string())
-    })?;
+    let user = UserName::bounded(would_be.user.as_deref().unwrap_or(ANONYMOUS));
     let explanation = admin.router.explain(&RoutingRequest {
         model: &parsed.model,
         identity: &identity,
         request_id: request_id.map_or("", |id| id.to_str().unwrap_or_default()),
-        user: would_be.user.as_deref().unwrap_or(ANONYMOUS),
+        user: &user,
         headers: Some(&headers),
-        policy,
+        policy: preferences.policy.as_deref(),
+        labels: &preferences.labels,
         excluded: &[],
     });
     Ok(json(&ExplainResponse {

@@ -85,7 +85,7 @@ fn readiness(admin: &Admin) -> Readiness {
         }
         (false, _) => against.push("not caught up with the cluster".to_owned()),
     }
-    if admin.router.outbox_status().is_degraded {
+    if admin.router.outbox().status().is_degraded {
         lacking.push("local updates have not been committed for over a second".to_owned());
     }
     let mut warnings = Vec::new();

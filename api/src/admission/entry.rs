@@ -9,12 +9,14 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::Admission;
-use crate::routing::{Attempt, AttemptEnd, Decision, Router, RoutingRejection, RoutingRequest};
+use crate::routing::{
+    Attempt, AttemptEnd, Decision, Dispatcher, RoutingRejection, RoutingRequest, UserName,
+};
 
 /// A request as admission sees it: it can be decided about at any time.
 pub trait AdmissionRequest: Send + Sync + 'static {
     /// The request as routing sees it.
-    fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a>;
+    fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a>;
 
     /// Higher goes first.
     fn priority(&self) -> i16;
@@ -111,12 +113,12 @@ pub(super) struct Waiter {
 }
 
 impl Waiter {
-    pub(super) fn ask<'a>(&'a self, router: &'a Router) -> RoutingRequest<'a> {
-        self.candidate.ask(router, &self.excluded)
+    pub(super) fn ask(&self) -> RoutingRequest<'_> {
+        self.candidate.ask(&self.excluded)
     }
 
-    pub(super) fn model(&self, router: &Router) -> Arc<str> {
-        Arc::from(self.ask(router).model)
+    pub(super) fn model(&self) -> Arc<str> {
+        Arc::from(self.ask().model)
     }
 
     /// Whether others may go while it cannot.
@@ -127,22 +129,22 @@ impl Waiter {
 
 /// A user's request counts as waiting, for everybody, until this is dropped.
 pub(super) struct UserWaitGuard {
-    router: Arc<Router>,
+    dispatcher: Arc<Dispatcher>,
     user: UserKey,
 }
 
 impl UserWaitGuard {
-    pub(super) fn begin(router: &Arc<Router>, user: &str) -> Self {
+    pub(super) fn begin(dispatcher: &Arc<Dispatcher>, user: &UserName) -> Self {
         Self {
-            router: Arc::clone(router),
-            user: router.begin_wait(user),
+            dispatcher: Arc::clone(dispatcher),
+            user: dispatcher.begin_wait(user),
         }
     }
 }
 
 impl Drop for UserWaitGuard {
     fn drop(&mut self) {
-        self.router.end_wait(self.user);
+        self.dispatcher.end_wait(self.user);
     }
 }
 

@@ -73,7 +73,7 @@ impl Admission {
         };
         if let Some(entry) = line.entries.get_mut(&waiting.ticket) {
             // What there is no room for is told later.
-            self.router.note(Item::Wait(wait));
+            self.router.outbox().note(Item::Wait(wait));
             entry.told = Some(Instant::now());
         }
     }
@@ -85,7 +85,7 @@ impl Admission {
             return;
         }
         let ticket = entry.ticket;
-        self.router.note(Item::Leave { ticket });
+        self.router.outbox().note(Item::Leave { ticket });
         let back = ReturnedTicket {
             at: Instant::now(),
             is_settled: entry.granted.is_some(),
@@ -116,11 +116,11 @@ impl Admission {
         } else {
             ended.min(GRANTS_MAX)
         };
-        let places = self.router.free_places(&first.ask(&self.router));
+        let places = self.router.decider().free_places(&first.ask());
         let count = wanted.min(places.saturating_sub(open)).min(waiting as u64);
         if let Ok(count @ 1..) = u32::try_from(count) {
-            self.router.note(Item::Grant { model, count });
-            self.router.hurry();
+            self.router.outbox().note(Item::Grant { model, count });
+            self.router.outbox().hurry();
             asking.asked.insert(model, now);
         }
     }
@@ -146,7 +146,7 @@ impl Admission {
             self.tell(line, model, waiting, look);
         }
         if !due.is_empty() {
-            self.router.hurry();
+            self.router.outbox().hurry();
         }
     }
 
@@ -209,7 +209,7 @@ impl Admission {
             if !std::mem::replace(&mut back.is_settled, true) {
                 if !is_known {
                     let ticket = wait.ticket;
-                    self.router.note(Item::Leave { ticket });
+                    self.router.outbox().note(Item::Leave { ticket });
                 }
                 self.hand_on(wait.model, wait.user, u64::from(wait.tokens));
             }
@@ -222,8 +222,8 @@ impl Admission {
     }
 
     fn hand_on(&self, model: ModelKey, user: UserKey, tokens: u64) {
-        self.router.credit(user, tokens);
-        self.router.note(Item::Grant { model, count: 1 });
-        self.router.hurry();
+        self.router.dispatcher().credit(user, tokens);
+        self.router.outbox().note(Item::Grant { model, count: 1 });
+        self.router.outbox().hurry();
     }
 }

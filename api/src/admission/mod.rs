@@ -164,7 +164,7 @@ impl Admission {
         excluded: &[Slot],
     ) -> Result<Admitted, AdmissionRejection> {
         if excluded.is_empty() {
-            let user = candidate.ask(&self.router, &[]).user;
+            let user = candidate.ask(&[]).user;
             self.check_quota(user).map_err(|over| {
                 self.metrics.left(LeaveReason::OverLimit);
                 AdmissionRejection::OverLimit(over)
@@ -172,10 +172,10 @@ impl Admission {
         }
         let may_go = !self.is_contended.load(Ordering::Acquire)
             || !excluded.is_empty()
-            || self.is_free(candidate.ask(&self.router, &[]).model);
+            || self.is_free(candidate.ask(&[]).model);
         if may_go && !self.is_batching() {
-            let ask = candidate.ask(&self.router, excluded);
-            match self.router.decide(&ask) {
+            let ask = candidate.ask(excluded);
+            match self.router.decider().decide(&ask) {
                 Ok(decision) => {
                     return Ok(self.dispatch(decision, &**candidate, None));
                 }
@@ -193,12 +193,12 @@ impl Admission {
         candidate: &dyn AdmissionRequest,
         granted_tokens: Option<u64>,
     ) -> Admitted {
-        let ask = candidate.ask(&self.router, &[]);
+        let ask = candidate.ask(&[]);
         let terms = DispatchTerms {
             tokens_max: candidate.tokens_max(),
             granted_tokens,
         };
-        let attempt = self.router.dispatch(&decision, &ask, terms);
+        let attempt = self.router.dispatcher().dispatch(&decision, &ask, terms);
         Admitted::new(decision, attempt)
     }
 
@@ -229,7 +229,7 @@ impl Admission {
         excluded: &[Slot],
     ) -> Result<QueueTicket, AdmissionRejection> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
-        let ask = candidate.ask(&self.router, excluded);
+        let ask = candidate.ask(excluded);
         // A model nobody serves must not get a line.
         if !self.router.view().registry().is_served(ask.model) {
             return Err(AdmissionRejection::NoBackend(
@@ -271,9 +271,9 @@ impl Admission {
         model: ModelKey,
         candidate: &Arc<C>,
     ) -> QueuedRequest {
-        let ask = candidate.ask(&self.router, &[]);
-        let user = self.router.user_key(ask.user);
-        let matched_blocks = self.router.best_match(&ask);
+        let ask = candidate.ask(&[]);
+        let user = ask.user.key(self.router.view().registry().hash_seed);
+        let matched_blocks = self.router.decider().best_match(&ask);
         let cached = matched_blocks.saturating_mul(ask.identity.tail.tokens_per_block);
         let outputs = self.router.view().outputs();
         let predicted = outputs.predict(user, model, candidate.tokens_max());
@@ -313,7 +313,7 @@ impl Admission {
         let gate = gates.entry(model).or_default();
         let line = by_model.entry(model).or_insert_with(|| {
             let learnt = learnt.remove(&model).unwrap_or_default();
-            ModelQueue::new(entry.model(&self.router), rules, learnt)
+            ModelQueue::new(entry.model(), rules, learnt)
         });
         let service = Duration::from_millis(line.queue.service_ms());
         waiting.due_ms = entry.candidate.wait_max(service).map(|wait_max| {
@@ -323,8 +323,8 @@ impl Admission {
         let counters = self.counters(pricing);
         match line.queue.push(waiting, now_ms, &counters, gate) {
             Ok(()) => {
-                let user = entry.ask(&self.router).user.to_owned();
-                entry.wait = Some(UserWaitGuard::begin(&self.router, &user));
+                let wait = UserWaitGuard::begin(self.router.dispatcher(), entry.ask().user);
+                entry.wait = Some(wait);
                 line.entries.insert(waiting.ticket, entry);
                 self.metrics.waiting.inc();
                 if line.queue.len() == 1 {
@@ -370,7 +370,7 @@ impl Admission {
         } = &mut *lines;
         let line = by_model.entry(model).or_insert_with(|| {
             let learnt = learnt.remove(&model).unwrap_or_default();
-            ModelQueue::new(entry.model(&self.router), rules, learnt)
+            ModelQueue::new(entry.model(), rules, learnt)
         });
         line.again.push_back(ticket);
         line.entries.insert(ticket, entry);

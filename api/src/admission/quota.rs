@@ -8,6 +8,7 @@ use state::admission::PendingCharges;
 use state::quotas::LimitRejection;
 
 use super::Admission;
+use crate::routing::UserName;
 
 impl Admission {
     /// Looks at how far replicated time is: what passes from here on is added to it. To be called often.
@@ -19,14 +20,14 @@ impl Admission {
     ///
     /// # Errors
     /// With the limit it would break.
-    pub(super) fn check_quota(&self, user: &str) -> Result<(), LimitRejection> {
-        let user = self.router.user_key(user);
+    pub(super) fn check_quota(&self, user: &UserName) -> Result<(), LimitRejection> {
+        let user = user.key(self.router.view().registry().hash_seed);
         if self.router.view().quota(user).limits.is_unbounded() {
             return Ok(());
         }
         // In this order: what is applied in between counts twice for a moment, never not at all. (Of
         // requests that ended this lets in as many too many; limits at once hold up to the lag.)
-        let unapplied = self.router.unapplied(user);
+        let unapplied = self.router.dispatcher().unapplied(user);
         let quota = self.router.view().quota(user);
         let (_, pricing) = self.rules();
         let mut pending = PendingCharges::default();

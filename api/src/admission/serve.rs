@@ -130,7 +130,7 @@ impl Admission {
     pub(super) fn counters(&self, pricing: Pricing) -> impl Counters {
         move |user: UserKey| -> UserFigures {
             // In this order: what is applied in between counts twice for a moment, never not at all.
-            let unapplied = self.router.unapplied(user);
+            let unapplied = self.router.dispatcher().unapplied(user);
             let mut pending = PendingCharges::default();
             pending.add(&unapplied, &pricing);
             pending.on_top(user, self.router.view().user_figures(user))
@@ -169,11 +169,14 @@ impl Admission {
         let now = Instant::now();
         let router = &self.router;
         let rate = lines.pace.look(
-            router.priced_tokens(),
-            || router.take_largest_request(),
+            router.dispatcher().priced_tokens(),
+            || router.dispatcher().take_largest_request(),
             now,
         );
-        let largest = router.largest_request().max(lines.pace.largest_before);
+        let largest = router
+            .dispatcher()
+            .largest_request()
+            .max(lines.pace.largest_before);
         let replicas = router.load().peers_heard(now) as u64 + 1;
         let rate = rate.saturating_mul(replicas);
         let here = lines.by_model.values().map(|line| line.queue.users_len());
@@ -248,7 +251,7 @@ impl Admission {
         }
         line.measured_ms = Some(now_ms);
         if let Some(rate_milli @ 1..) = line.queue.forecast(now_ms).rate_milli {
-            let running = self.router.running_here(line.model());
+            let running = self.router.decider().running_here(line.model());
             line.queue.set_service_ms(running * 1_000_000 / rate_milli);
         }
     }
@@ -311,15 +314,15 @@ impl Admission {
         look: &QueueScan,
     ) -> Result<Decision, RoutingRejection> {
         if !look.is_static() {
-            return self.router.decide(&entry.ask(&self.router));
+            return self.router.decider().decide(&entry.ask());
         }
-        let mut excluded = self.router.busy_slots(Instant::now());
+        let mut excluded = self.router.decider().busy_slots(Instant::now());
         excluded.extend(&entry.excluded);
-        let ask = entry.candidate.ask(&self.router, &excluded);
-        match self.router.decide(&ask) {
+        let ask = entry.candidate.ask(&excluded);
+        match self.router.decider().decide(&ask) {
             // Some of those excluded have room later.
             Err(RoutingRejection::AllTried) => {
-                let alone = self.router.decide(&entry.ask(&self.router));
+                let alone = self.router.decider().decide(&entry.ask());
                 Err(alone.err().unwrap_or(RoutingRejection::AtLimit))
             }
             decided => decided,
@@ -387,7 +390,7 @@ impl Admission {
         let Some(entry) = line.entries.remove(&waiting.ticket) else {
             return;
         };
-        let tokens_per_block = entry.ask(&self.router).identity.tail.tokens_per_block;
+        let tokens_per_block = entry.ask().identity.tail.tokens_per_block;
         self.settle(entry, asked);
         if let Some(backend) = backend {
             self.fill(line, waiting, (backend.slot, tokens_per_block), look);
@@ -414,15 +417,16 @@ impl Admission {
         alike.sort_unstable_by_key(|waiting| (waiting.arrived_ms, waiting.ticket));
         let room = self
             .router
+            .decider()
             .batch_room(slot, tokens(first), tokens_per_block);
         alike.truncate(room.take(alike.iter().map(tokens)));
-        let others = self.router.slots_but(slot);
+        let others = self.router.decider().slots_but(slot);
         for waiting in alike {
             let Some(entry) = line.entries.get(&waiting.ticket) else {
                 continue;
             };
-            let ask = entry.candidate.ask(&self.router, &others);
-            if let Ok(decision) = self.router.decide(&ask) {
+            let ask = entry.candidate.ask(&others);
+            if let Ok(decision) = self.router.decider().decide(&ask) {
                 line.queue.take(waiting.ticket, look.now_ms);
                 if let Some(entry) = line.entries.remove(&waiting.ticket) {
                     self.settle(entry, DecisionResult::Goes(decision));

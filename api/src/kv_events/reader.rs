@@ -190,7 +190,7 @@ fn object(parts: &ReaderParts, backend: BackendRef) {
     for rank in known_ranks(parts, backend) {
         if rank.condition == KvCondition::EXACT {
             // If there is no room, the next attempt reports it.
-            parts.router.note(Item::KvEvents(KvBatch {
+            parts.router.outbox().note(Item::KvEvents(KvBatch {
                 backend,
                 rank: rank.rank,
                 publisher: rank.publisher,
@@ -235,7 +235,7 @@ async fn name_ranks(parts: &ReaderParts, backend: BackendRef, found: &EngineSour
 
 /// Reports to the cluster, waiting until there is room.
 async fn tell(parts: &ReaderParts, batch: KvBatch) {
-    while !parts.router.note(Item::KvEvents(batch.clone())) {
+    while !parts.router.outbox().note(Item::KvEvents(batch.clone())) {
         tokio::time::sleep(ASK_AGAIN).await;
     }
 }

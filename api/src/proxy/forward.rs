@@ -31,9 +31,7 @@ use crate::admission::AdmissionRejection;
 use crate::backends::pool::EngineBody;
 use crate::error::{ProxyError, SHOULD_RETRY};
 use crate::prompt::{ParsedBody, ReplyShape};
-use crate::routing::{
-    Attempt, AttemptEnd, Decision, HiddenOutput, POLICY, RoutingRejection, SELECT,
-};
+use crate::routing::{Attempt, AttemptEnd, Decision, HiddenOutput, RoutingRejection};
 
 /// Least and most time after which a refused client is asked to come back, before jitter.
 const RETRY_AFTER_MS_LEAST: u64 = 1000;
@@ -77,8 +75,6 @@ pub(super) async fn forward(
         first_byte_by: Instant::now(),
         watched: proxy.suspects.watch(asked),
     };
-    check_policy(proxy, asked)?;
-    check_select(proxy, asked)?;
     let mut excluded: Vec<Slot> = Vec::new();
     let mut last = None;
     loop {
@@ -115,24 +111,6 @@ fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
         choices: parsed.choices,
         tokens_max: parsed.max_tokens,
         is_whole_at_once: true,
-    })
-}
-
-fn check_policy(proxy: &Proxy, asked: &ProxiedRequest) -> Result<(), ProxyError> {
-    let policy = proxy.router.asked_policy(&asked.head.headers);
-    policy
-        .map(|_| ())
-        .map_err(|unknown| ProxyError::BadRequest {
-            message: unknown.to_string(),
-            param: Some(POLICY.to_string()),
-        })
-}
-
-fn check_select(proxy: &Proxy, asked: &ProxiedRequest) -> Result<(), ProxyError> {
-    let checked = proxy.router.check_select(&asked.head.headers);
-    checked.map_err(|bad| ProxyError::BadRequest {
-        message: bad.to_string(),
-        param: Some(SELECT.to_string()),
     })
 }
 

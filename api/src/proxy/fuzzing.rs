@@ -21,6 +21,7 @@ use super::sse::{SseStream, WantedUsage};
 use crate::fuzzing::path_of;
 use crate::prompt::{ParsedBody, Prompt, parse, parse_routed};
 use crate::routing::Usage;
+use crate::routing::UserName;
 
 /// A request: a path's number in one byte, then the body. What an engine is sent in its place is
 /// read alike, apart from the usage reports that are asked for.
@@ -229,8 +230,8 @@ fn names(settings: &mut ProxySettings, head: &HeaderMap, parsed: &ParsedBody) {
                 headers: head,
             };
             let user = identify(settings, || 7.into(), &client, parsed);
-            let is_name = |user: &str| (1..=NAME_BYTES_MAX).contains(&user.len());
-            assert!(user.iter().all(|user| is_name(user)), "{user:?}");
+            let is_name = |user: &UserName| (1..=NAME_BYTES_MAX).contains(&user.as_str().len());
+            assert!(user.iter().all(is_name), "{user:?}");
         }
     }
 }

@@ -80,8 +80,8 @@ use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::backends::pool::Pool;
 use crate::error::{ProxyError, openai_response};
-use crate::prompt::ReadRequest;
-use crate::routing::Router;
+use crate::prompt::{PromptReader, ReadRequest};
+use crate::routing::Decider;
 use crate::seldom::Seldom;
 use budget::RetryBudget;
 use clients::{ClientTable, ConnectionRequestGuard, UserRequests};
@@ -106,7 +106,8 @@ const BROKEN_OFF_PERIOD: Duration = Duration::from_secs(10);
 /// What all connections of a data plane share.
 pub struct Proxy {
     admission: Arc<Admission>,
-    router: Arc<Router>,
+    reader: Arc<PromptReader>,
+    decider: Arc<Decider>,
     backends: Arc<Backends>,
     view: Arc<StateView>,
     pool: Pool,
@@ -160,7 +161,8 @@ impl Proxy {
             settings.retry_concurrency_min,
         );
         Self {
-            router: Arc::clone(admission.router()),
+            reader: Arc::clone(admission.router().reader()),
+            decider: Arc::clone(admission.router().decider()),
             admission,
             backends,
             view,
@@ -294,17 +296,19 @@ impl Proxy {
             peer: &peer,
             headers: &head.headers,
         };
-        let user = request::identify(&self.settings, hashing, &client, &parsed)?.into_owned();
-        let counted = self.users.count(&user);
+        let user = request::identify(&self.settings, hashing, &client, &parsed)?;
+        let counted = self.users.count(user.as_str());
         ledger.counts(counted.ok_or(ProxyError::UserAtLimit)?);
         let priority = request::priority(&head.headers, self.settings.priority_max)?;
         let deadline = deadline::told(&head.headers);
+        let preferences = self.decider.preferences(&head.headers)?;
         let asked = ProxiedRequest {
             head,
             body: body_bytes,
             parsed,
             identity,
             user,
+            preferences,
             request_id,
             peer,
             priority,
@@ -349,14 +353,13 @@ impl Proxy {
     /// Reads a body, less the fields that do not reach engines. Its prompt is tokenized once, from
     /// what the engine gets.
     async fn understand(&self, path: &str, body: &mut Bytes) -> Result<ReadRequest, ProxyError> {
-        let reader = self.router.reader();
-        let mut request = reader.parse(path, body).await?;
+        let mut request = self.reader.parse(path, body).await?;
         if let Some(stripped) = self.settings.fields.apply(&request.parsed, body)? {
             *body = stripped;
             // The fields stand in other places now.
-            request = reader.parse(path, body).await?;
+            request = self.reader.parse(path, body).await?;
         }
-        Ok(reader.tokenize(path, body, request).await?)
+        Ok(self.reader.tokenize(path, body, request).await?)
     }
 
     fn models(&self, path: &str) -> Result<Response<Bytes>, ProxyError> {

@@ -9,7 +9,7 @@ use state::ids::Slot;
 use super::deadline;
 use crate::admission::AdmissionRequest;
 use crate::prompt::{ParsedBody, PromptIdentity};
-use crate::routing::{Router, RoutingRequest, SELECT};
+use crate::routing::{RoutingPreferences, RoutingRequest, UserName};
 
 /// A request whose body is read and whose user is known.
 pub(super) struct ProxiedRequest {
@@ -17,7 +17,8 @@ pub(super) struct ProxiedRequest {
     pub(super) body: Bytes,
     pub(super) parsed: ParsedBody,
     pub(super) identity: PromptIdentity,
-    pub(super) user: String,
+    pub(super) user: UserName,
+    pub(super) preferences: RoutingPreferences,
     pub(super) request_id: HeaderValue,
     /// The client's address.
     pub(super) peer: HeaderValue,
@@ -28,15 +29,15 @@ pub(super) struct ProxiedRequest {
 }
 
 impl AdmissionRequest for ProxiedRequest {
-    fn ask<'a>(&'a self, router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+    fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
         RoutingRequest {
             model: &self.parsed.model,
             identity: &self.identity,
             request_id: self.request_id.to_str().unwrap_or_default(),
             user: &self.user,
             headers: Some(&self.head.headers),
-            // An unknown one was refused before.
-            policy: router.asked_policy(&self.head.headers).ok().flatten(),
+            policy: self.preferences.policy.as_deref(),
+            labels: &self.preferences.labels,
             excluded,
         }
     }
@@ -50,7 +51,7 @@ impl AdmissionRequest for ProxiedRequest {
     }
 
     fn is_selective(&self) -> bool {
-        self.head.headers.contains_key(SELECT)
+        !self.preferences.labels.is_empty()
     }
 
     fn wait_max(&self, service: Duration) -> Option<Duration> {

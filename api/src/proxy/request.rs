@@ -19,6 +19,7 @@ use super::keys::{Holder, key_user_name};
 use super::settings::{IdentifyBy, ProxySettings};
 use crate::error::ProxyError;
 use crate::prompt::{ParsedBody, ReadError};
+use crate::routing::{PreferenceRejection, UserName};
 use crate::user_name;
 
 /// Who is charged when nobody can be told.
@@ -204,6 +205,15 @@ impl From<ReadError> for ProxyError {
     }
 }
 
+impl From<PreferenceRejection> for ProxyError {
+    fn from(why: PreferenceRejection) -> Self {
+        Self::BadRequest {
+            message: why.to_string(),
+            param: Some(why.header().to_string()),
+        }
+    }
+}
+
 /// The client's key, from `authorization: Bearer` or `x-api-key`.
 fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
     let bearer = headers
@@ -269,7 +279,7 @@ pub(super) fn identify<'a>(
     hashing: impl Fn() -> BlockHasher,
     client: &Client<'a>,
     parsed: &'a ParsedBody,
-) -> Result<Cow<'a, str>, ProxyError> {
+) -> Result<UserName, ProxyError> {
     let Client {
         holder,
         peer,
@@ -298,11 +308,12 @@ pub(super) fn identify<'a>(
             },
         };
         if let Some(name) = found {
-            return Ok(name);
+            return Ok(UserName::bounded(name));
         }
     }
     let by_checked_key = are_checked.then(by_key).flatten();
-    Ok(by_checked_key.unwrap_or(Cow::Borrowed(ANONYMOUS)))
+    let name = by_checked_key.unwrap_or(Cow::Borrowed(ANONYMOUS));
+    Ok(UserName::bounded(name))
 }
 
 /// What stands before the names that clients give themselves.
@@ -332,14 +343,13 @@ fn vouched<'a>(name: &'a str, place: &str) -> Result<Cow<'a, str>, ProxyError> {
         return Err(bad_name("begins like one that is made here", place));
     }
     check_name(name, place)?;
-    Ok(user_name::bounded(name))
+    Ok(Cow::Borrowed(name))
 }
 
 /// A name that a client gives itself.
 fn claimed(prefix: &str, name: &str, place: &str) -> Result<Cow<'static, str>, ProxyError> {
     check_name(name, place)?;
-    let named = format!("{prefix}{name}");
-    Ok(Cow::Owned(user_name::bounded(&named).into_owned()))
+    Ok(Cow::Owned(format!("{prefix}{name}")))
 }
 
 /// Names are shown on terminals and in tables: what changes how the rest is shown is refused.
@@ -422,7 +432,7 @@ mod tests {
             headers: &headers,
         };
         match identify(settings, || 7.into(), &client, &parsed) {
-            Ok(name) => name.into_owned(),
+            Ok(name) => name.as_str().to_owned(),
             Err(failure) => format!("{failure:?}"),
         }
     }
@@ -508,9 +518,9 @@ mod tests {
         let long = "x".repeat(1000);
         let said = named(&settings, STRANGER, &[("x-quorate-user", &long)]);
         assert!(said.starts_with("header:xxx"), "{said}");
-        assert_eq!(said, user_name::bounded(&format!("header:{long}")));
+        assert_eq!(said, UserName::bounded(format!("header:{long}")).as_str());
         let vouched = named(&settings, PROXY, &[("x-quorate-user", &long)]);
-        assert_eq!(vouched, user_name::bounded(&long));
+        assert_eq!(vouched, UserName::bounded(&long).as_str());
         let again = named(&settings, PROXY, &[("x-quorate-user", &vouched)]);
         assert!(again.starts_with("BadRequest"), "{again}");
     }

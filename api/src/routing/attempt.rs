@@ -16,24 +16,24 @@ use state::Registry;
 use state::admission::{AdmissionSettings, Advance, CreditLedger, Order, Pricing, TokenDelta};
 use state::command::{Charge, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
-use state::prefix::{model_key, user_key};
+use state::prefix::model_key;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
+use super::dispatch::Dispatcher;
 use super::hidden::HiddenOutput;
 use super::lengths::ExpectedOutput;
 use super::load::LoadGuard;
 use super::metrics::InFlightGuard;
 use super::outbox::Outbox;
 use super::predictions::Prediction;
+use super::priced::LargestRequest;
 use super::reply::ReplyChain;
-use super::room::LargestRequest;
 use super::samples::{AttemptTimer, EndedRequest, RunningRequests};
-use super::{AttemptEnd, Decision, Router, RoutingRequest, Usage};
+use super::{AttemptEnd, Decision, RoutingRequest, Usage};
 use crate::backends::HalfOpenProbe;
 use crate::planted::{self, Bug};
 use crate::prompt::{PromptIdentity, TokenRatio};
-use crate::user_name;
 
 /// Output tokens reported but not charged at most, while the answer streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
@@ -41,7 +41,7 @@ const OUTPUT_STEP_TOKENS: u64 = 32;
 /// A dispatch under way: counts as running, holds the lease, owes the charge. Dropping it without
 /// [`Attempt::end`] counts as [`AttemptEnd::ClientLeft`].
 pub struct Attempt {
-    router: Arc<Router>,
+    dispatcher: Arc<Dispatcher>,
     id: AttemptId,
     user: UserKey,
     /// `None` once the attempt is over.
@@ -147,7 +147,7 @@ pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
     }
 }
 
-impl Router {
+impl Dispatcher {
     /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
     /// before this returns.
     pub fn dispatch(
@@ -158,7 +158,6 @@ impl Router {
     ) -> Attempt {
         let id = self.next_attempt();
         let (backend, identity) = (decision.backend, ask.identity);
-        let name = user_name::bounded(ask.user);
         let registry = self.view.registry();
         let hash_seed = registry.hash_seed;
         let pricing = pricing_of(&registry);
@@ -166,7 +165,7 @@ impl Router {
         let prompt = PromptSize::of(identity, decision.matched, &registry);
         let uncached_tokens = prompt.tokens - prompt.predicted;
         let expected = is_predicted(registry.admission.as_ref()).then(|| {
-            let user = user_key(hash_seed, &name);
+            let user = ask.user.key(hash_seed);
             ExpectedOutput::of(&self.view, user, model, terms.tokens_max)
         });
         let estimate = TokenDelta {
@@ -177,11 +176,11 @@ impl Router {
         let before = self.load.cluster(backend, Instant::now());
         let stopwatch = AttemptTimer::start(before, uncached_tokens);
         let underway = self.load.begin(backend, uncached_tokens);
-        let meter = InFlightGuard::at(self.meter(backend, &decision.name));
+        let meter = InFlightGuard::at(self.fleet.meter(backend, &decision.name));
         let held = self.held(backend, &identity.chain, decision.matched);
-        let (user, advance) = self.desk.with(|outbox| {
+        let (user, advance) = self.outbox.with(|outbox| {
             outbox.follow_restore(registry.restored);
-            let user = outbox.payer(hash_seed, &name);
+            let user = outbox.payer(hash_seed, ask.user.as_str());
             let (advance, ahead) = match terms.granted_tokens {
                 Some(tokens) => {
                     let advance = CreditLedger::open_granted(tokens, &estimate, &pricing);
@@ -219,7 +218,7 @@ impl Router {
             expected,
         };
         Attempt {
-            router: Arc::clone(self),
+            dispatcher: Arc::clone(self),
             id,
             user,
             open: Some(open),
@@ -254,7 +253,9 @@ impl Attempt {
         if let Some(open) = &mut self.open {
             open.underway.first_byte();
             open.began.get_or_insert_with(Instant::now);
-            self.router.backends.report_answer(open.backend, self.user);
+            self.dispatcher
+                .backends
+                .report_answer(open.backend, self.user);
             open.trial = None;
         }
     }
@@ -263,7 +264,7 @@ impl Attempt {
     pub fn first_token(&mut self) {
         if let Some(open) = &mut self.open {
             let (stopwatch, now) = (&mut open.stopwatch, Instant::now());
-            let samples = &self.router.samples;
+            let samples = &self.dispatcher.samples;
             samples.add(open.backend, |sample| stopwatch.first_token(now, sample));
         }
     }
@@ -291,7 +292,7 @@ impl Attempt {
             .stopwatch
             .is_due(known.completion_tokens, OUTPUT_STEP_TOKENS)
         {
-            open.count_gaps(&self.router, known.completion_tokens);
+            open.count_gaps(&self.dispatcher, known.completion_tokens);
         }
         let due = open.due(known);
         let is_input_due =
@@ -309,10 +310,10 @@ impl Attempt {
             }
         };
         open.note_charged(charge);
-        let router = &self.router;
-        router.desk.with(|outbox| {
-            open.charge(router, outbox, charge);
-            open.expect_more(router, outbox);
+        let dispatcher = &self.dispatcher;
+        dispatcher.outbox.with(|outbox| {
+            open.charge(dispatcher, outbox, charge);
+            open.expect_more(dispatcher, outbox);
         });
     }
 
@@ -352,7 +353,7 @@ impl Attempt {
             AttemptEnd::Finished
             | AttemptEnd::Broken
             | AttemptEnd::ClientLeft
-            | AttemptEnd::Failed => open.due(open.usage_or_estimate(&self.router, end)),
+            | AttemptEnd::Failed => open.due(open.usage_or_estimate(&self.dispatcher, end)),
         };
         charge.ended = 1;
         let outcome = match end {
@@ -372,16 +373,18 @@ impl Attempt {
             .filter(|_| outcome != LeaseOutcome::Discarded);
         if end == AttemptEnd::Broken && open.began.is_none() {
             let user = Some(self.user);
-            self.router.backends.report_no_answer(open.backend, user);
+            self.dispatcher
+                .backends
+                .report_no_answer(open.backend, user);
         }
-        let (router, id) = (Arc::clone(&self.router), self.id);
+        let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
         let release = move |reply: Option<ReplyChain>| {
             if end == AttemptEnd::ClientLeft && planted::is(Bug::AbortNotReleased) {
                 return;
             }
             let blocks =
                 reply.map_or_else(Vec::new, |reply| reply.finish(end == AttemptEnd::Finished));
-            router.desk.with(|outbox| {
+            dispatcher.outbox.with(|outbox| {
                 outbox.extend(id, blocks);
                 outbox.release(id, outcome);
             });
@@ -393,19 +396,19 @@ impl Attempt {
             }
             (reply, _) => release(reply),
         }
-        self.router.desk.with(|outbox| {
-            open.charge(&self.router, outbox, charge);
+        self.dispatcher.outbox.with(|outbox| {
+            open.charge(&self.dispatcher, outbox, charge);
             outbox.ledger.close(self.user, open.advance);
         });
         if end != AttemptEnd::NotRun {
             open.note_charged(charge);
-            self.router.priced.request(open.price());
+            self.dispatcher.priced.request(open.price());
         }
         if end == AttemptEnd::Finished {
             let tokens = open.charged.output;
-            self.router.ended_with(self.user, open.model, tokens);
+            self.dispatcher.ended_with(self.user, open.model, tokens);
         }
-        open.report(&self.router, end);
+        open.report(&self.dispatcher, end);
     }
 }
 
@@ -430,7 +433,7 @@ fn is_predicted(settings: Option<&AdmissionSettings>) -> bool {
 
 impl OpenAttempt {
     /// Charges tokens that came, from what was charged ahead as far as that goes.
-    fn charge(&mut self, router: &Router, outbox: &mut Outbox, counts: Charge) {
+    fn charge(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox, counts: Charge) {
         let used = TokenDelta {
             input_uncached: counts.input_uncached,
             input_cached: counts.input_cached,
@@ -444,19 +447,19 @@ impl OpenAttempt {
             ended: counts.ended,
             ..settled
         };
-        router.priced.add(self.pricing.due(&charge));
+        dispatcher.priced.add(self.pricing.due(&charge));
         outbox.charge(charge);
     }
 
     /// Charges further output ahead when all that was expected has come.
-    fn expect_more(&mut self, router: &Router, outbox: &mut Outbox) {
+    fn expect_more(&mut self, dispatcher: &Dispatcher, outbox: &mut Outbox) {
         let (user, produced) = (self.charged.user, self.charged.output);
         let expected = self.expected.as_mut();
-        let more = expected.map_or(0, |expected| expected.outgrown(produced, &router.view));
+        let more = expected.map_or(0, |expected| expected.outgrown(produced, &dispatcher.view));
         if more > 0 {
             let (ledger, pricing) = (&mut outbox.ledger, &self.pricing);
             let charge = ledger.raise(user, &mut self.advance, more, pricing);
-            router.priced.add(pricing.due(&charge));
+            dispatcher.priced.add(pricing.due(&charge));
             outbox.charge(charge);
         }
     }
@@ -474,7 +477,7 @@ impl OpenAttempt {
         }
     }
 
-    fn usage_or_estimate(&self, router: &Router, end: AttemptEnd) -> Usage {
+    fn usage_or_estimate(&self, dispatcher: &Dispatcher, end: AttemptEnd) -> Usage {
         let mut usage = self.usage.unwrap_or_default();
         if usage.prompt_tokens == 0 {
             usage.prompt_tokens = self.prompt.tokens;
@@ -482,19 +485,22 @@ impl OpenAttempt {
         let unreported = u64::from(self.prompt.ratio.tokens(self.unreported_bytes));
         usage.completion_tokens = usage.completion_tokens.saturating_add(unreported);
         if usage.completion_tokens == 0 && self.usage.is_none() {
-            usage.completion_tokens = self.hidden_output(router, end);
+            usage.completion_tokens = self.hidden_output(dispatcher, end);
         }
         usage
     }
 
     /// Output that was made and did not show, by the time it took. Where an engine failed it may have
     /// stood still all the while: no more is charged than such answers usually have.
-    fn hidden_output(&self, router: &Router, end: AttemptEnd) -> u64 {
+    fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd) -> u64 {
         let Some(hidden) = self.hidden else { return 0 };
         let made_by = self.began.filter(|_| hidden.is_whole_at_once);
         let elapsed = self.stopwatch.elapsed(made_by.unwrap_or_else(Instant::now));
-        let running = router.load.cluster(self.backend, Instant::now()).running;
-        let service = router.view.service();
+        let running = dispatcher
+            .load
+            .cluster(self.backend, Instant::now())
+            .running;
+        let service = dispatcher.view.service();
         let served = service.get(self.backend.slot);
         let learnt = served.filter(|served| served.backend == self.backend);
         let learnt = learnt.and_then(|served| served.learnt.as_ref());
@@ -503,7 +509,8 @@ impl OpenAttempt {
             AttemptEnd::Finished | AttemptEnd::ClientLeft | AttemptEnd::NotRun => tokens,
             AttemptEnd::Broken | AttemptEnd::Failed => {
                 let user = self.charged.user;
-                let usual = ExpectedOutput::of(&router.view, user, self.model, hidden.tokens_max);
+                let usual =
+                    ExpectedOutput::of(&dispatcher.view, user, self.model, hidden.tokens_max);
                 tokens.min(usual.tokens().saturating_mul(hidden.choices.max(1).into()))
             }
         }
@@ -544,23 +551,26 @@ impl OpenAttempt {
     }
 
     /// Counts the time between tokens up to the last of `tokens`.
-    fn count_gaps(&mut self, router: &Router, tokens: u64) {
-        let requests = router.load.cluster(self.backend, Instant::now()).running;
-        let limit = router.view.limit(self.backend.slot);
+    fn count_gaps(&mut self, dispatcher: &Dispatcher, tokens: u64) {
+        let requests = dispatcher
+            .load
+            .cluster(self.backend, Instant::now())
+            .running;
+        let limit = dispatcher.view.limit(self.backend.slot);
         let running = RunningRequests {
             requests,
             is_at_limit: limit.is_some_and(|limit| requests >= limit),
         };
         let stopwatch = &mut self.stopwatch;
         let count = |sample: &mut _| stopwatch.count(tokens, running, sample);
-        router.samples.add(self.backend, count);
+        dispatcher.samples.add(self.backend, count);
     }
 
     /// Metrics, samples, and what the engine's count teaches about bytes per token.
-    fn report(&mut self, router: &Router, end: AttemptEnd) {
+    fn report(&mut self, dispatcher: &Dispatcher, end: AttemptEnd) {
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };
-        self.count_gaps(router, usage.completion_tokens);
+        self.count_gaps(dispatcher, usage.completion_tokens);
         if end != AttemptEnd::NotRun {
             let ended = EndedRequest {
                 prompt_tokens: usage.prompt_tokens,
@@ -568,7 +578,7 @@ impl OpenAttempt {
                 output_tokens: usage.completion_tokens,
                 block_tokens: self.prompt.block_tokens,
             };
-            router
+            dispatcher
                 .samples
                 .add(self.backend, |sample| ended.count(sample));
         }
@@ -581,7 +591,7 @@ impl OpenAttempt {
                 .count_prefix(usage.prompt_tokens, predicted, cached);
             let prediction = Prediction::of(usage.prompt_tokens, predicted, cached);
             let user = self.charged.user;
-            router.samples.predict(self.backend, user, prediction);
+            dispatcher.samples.predict(self.backend, user, prediction);
         }
     }
 }

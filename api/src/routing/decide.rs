@@ -1,27 +1,51 @@
 //! The decision: filter, match, weigh, choose. The hot path of the whole product.
+//!
+//! A [`Decider`] reads the published state, the load and the overlay, and changes none of them: whoever
+//! holds only a decider cannot dispatch, charge or tell the log anything (I69). What it does change
+//! stays on this replica: round-robin's turn, its metrics, and the trial of a half-open circuit, which
+//! the [`Decision`] holds.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use state::Registry;
 use state::ids::BlockHash;
-use state::policy::{self, MatchBy, Needs, PolicyRequest};
-use state::prefix::user_key;
+use state::policy::{self, MatchBy, Needs, PolicyConfig, PolicyRequest};
+use state::{Registry, StateView};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::fleet::{DecisionScratch, RoutingTable, SCRATCH, matchable, policy_of, user_of};
-use super::{Decision, Router, RoutingRejection, RoutingRequest, session};
-use crate::backends::BreakerState;
-use crate::user_name;
+use super::fleet::{DecisionScratch, Fleet, RoutingTable, SCRATCH, matchable, policy_of, user_of};
+use super::load_reader::LoadReader;
+use super::metrics::RoutingMetrics;
+use super::outbox::Overlay;
+use super::panic::Panics;
+use super::select::SelectSettings;
+use super::{Decision, RoutingRejection, RoutingRequest, session};
+use crate::backends::{Backends, BreakerState};
 
-impl Router {
+/// Chooses backends. One per replica.
+pub struct Decider {
+    pub(super) view: Arc<StateView>,
+    pub(super) backends: Arc<Backends>,
+    pub(super) load: LoadReader,
+    pub(super) overlay: Arc<Overlay>,
+    pub(super) fleet: Arc<Fleet>,
+    /// What round-robin counts by.
+    pub(super) turn: AtomicU64,
+    /// Policies that a request may ask for.
+    pub(super) overrides: Vec<Arc<PolicyConfig>>,
+    pub(super) select: SelectSettings,
+    pub(super) metrics: RoutingMetrics,
+    pub(super) panics: Panics,
+}
+
+impl Decider {
     /// Chooses a backend. Local memory only; waits for nothing.
     ///
     /// # Errors
     /// [`RoutingRejection`].
     pub fn decide(&self, ask: &RoutingRequest<'_>) -> Result<Decision, RoutingRejection> {
-        let fleet = self.fleet();
+        let fleet = self.fleet.table();
         let index = self.view.applied();
         let (config, _) = policy_of(&fleet, ask);
         let needs = config.needs();
@@ -66,16 +90,10 @@ impl Router {
         })
     }
 
-    /// The fleet as the registry has it.
-    pub(super) fn fleet(&self) -> Arc<RoutingTable> {
-        let registry = self.view.registry();
-        let fleet = self.fleet.load();
-        if Arc::ptr_eq(&fleet.registry, &registry) {
-            return Arc::clone(&fleet);
-        }
-        let fleet = Arc::new(RoutingTable::of(registry, &self.metrics));
-        self.fleet.store(Arc::clone(&fleet));
-        fleet
+    /// Brings what is known of panic mode up to date, also for models that no request asks for.
+    pub(super) fn note_panics(&self) {
+        let panicking = self.backends.panicking(&self.view.registry());
+        self.panics.note_all(&panicking);
     }
 
     /// Matches the prompt against what the log says, then goes on with what this replica has
@@ -196,8 +214,7 @@ impl Router {
                 .and_then(|(names, headers)| session::hash(names, headers)),
             turn,
             user: if needs.user_tokens {
-                let name = user_name::bounded(ask.user);
-                let key = user_key(fleet.registry.hash_seed, &name);
+                let key = ask.user.key(fleet.registry.hash_seed);
                 self.view.user_tokens(key)
             } else {
                 policy::UserTokens::default()
@@ -206,7 +223,7 @@ impl Router {
     }
 }
 
-/// Whether prices may be learnt; nobody said no.
+/// Whether learnt prices are enabled (the default).
 fn learns(registry: &Registry) -> bool {
     registry
         .routing

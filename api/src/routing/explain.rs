@@ -10,9 +10,10 @@ use state::policy::{self, PolicyConfig, Prices, Reason, UserTokens};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
 
+use super::decide::Decider;
 use super::fleet::{DecisionScratch, PolicySource, matchable, policy_of};
 use super::verdict::FilterVerdict;
-use super::{Load, OutboxStatus, Router, RoutingRejection, RoutingRequest};
+use super::{Load, OutboxStatus, RoutingRejection, RoutingRequest};
 use crate::backends::CircuitView;
 
 /// Most block hashes shown.
@@ -118,11 +119,11 @@ pub struct ExplainedBackend {
     pub would_be: Option<Reason>,
 }
 
-impl Router {
-    /// What [`Router::decide`] would answer now, and why. Changes nothing and counts nothing.
-    #[must_use]
-    pub fn explain(&self, ask: &RoutingRequest<'_>) -> Explanation {
-        let fleet = self.fleet();
+impl Decider {
+    /// What [`Decider::decide`] would answer now, and why, with the outbox as it is. Changes nothing and
+    /// counts nothing.
+    pub(super) fn explain(&self, ask: &RoutingRequest<'_>, outbox: OutboxStatus) -> Explanation {
+        let fleet = self.fleet.table();
         let index = self.view.applied();
         let now = Instant::now();
         let mut scratch = DecisionScratch::default();
@@ -168,7 +169,7 @@ impl Router {
             blocks_matchable: matchable(ask).len(),
             blocks: shown.map(ToString::to_string).collect(),
             overlay_runs: self.overlay.len(),
-            outbox: self.desk.status(now),
+            outbox,
             policy: config.clone(),
             policy_source,
             request: ExplainedRequest {

@@ -11,9 +11,10 @@ use state::outputs::batch::fits;
 use state::policy::Candidate;
 use tokio::time::Instant;
 
+use super::decide::Decider;
 use super::fleet::{DecisionScratch, RoutingTable, user_of};
 use super::verdict::FilterVerdict;
-use super::{Router, RoutingRejection, RoutingRequest};
+use super::{RoutingRejection, RoutingRequest};
 use crate::backends::Glance;
 use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
@@ -32,7 +33,7 @@ enum Ejection {
 
 /// A request on its way through the filters.
 struct FilterPass<'a, S> {
-    router: &'a Router,
+    decider: &'a Decider,
     fleet: &'a RoutingTable,
     ask: &'a RoutingRequest<'a>,
     now: Instant,
@@ -43,7 +44,7 @@ struct FilterPass<'a, S> {
     seen: S,
 }
 
-impl Router {
+impl Decider {
     /// Fills `scratch` with the backends that may take the request, with their load; `seen` hears
     /// the verdict on the one at each place of the registry, the last one counts.
     ///
@@ -58,7 +59,7 @@ impl Router {
         seen: impl FnMut(usize, FilterVerdict),
     ) -> Result<(), RoutingRejection> {
         let mut sieve = FilterPass {
-            router: self,
+            decider: self,
             fleet,
             ask,
             now,
@@ -107,7 +108,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         let out = |verdict| self.scratch.tally.count(verdict) as usize;
         let healthy = self.passed + out(FilterVerdict::CircuitOpen);
         let doubtful = out(FilterVerdict::Unhealthy) + out(FilterVerdict::Tried);
-        self.router.backends.are_below_threshold(healthy, doubtful)
+        self.decider.backends.are_below_threshold(healthy, doubtful)
     }
 
     /// The filters that look at one backend by itself. Answers why there is no candidate.
@@ -119,7 +120,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         }
         let mut refusal = RoutingRejection::UnknownModel;
         for (at, backend) in self.fleet.registry.backends.iter().enumerate() {
-            let glance = self.router.backends.glance(backend.handle.slot);
+            let glance = self.decider.backends.glance(backend.handle.slot);
             let verdict = self.verdict(backend, glance, ejected);
             (self.seen)(at, verdict);
             self.scratch.tally.add(verdict);
@@ -137,7 +138,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
                 (FilterVerdict::OtherModel, _) => {}
                 (FilterVerdict::Tried, _) => refusal = RoutingRejection::AllTried,
                 (FilterVerdict::CircuitOpen, _) if ejected == Ejection::All => {
-                    let opened_at = self.router.backends.opened_at(backend.handle);
+                    let opened_at = self.decider.backends.opened_at(backend.handle);
                     self.scratch.open.push((opened_at, backend.handle.slot));
                     if refusal == RoutingRejection::UnknownModel {
                         refusal = RoutingRejection::NoneHealthy;
@@ -162,10 +163,11 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         let user = || user_of(self.fleet, self.ask);
         let is_up = |glance: Glance| {
             let is_panic = self.scratch.is_panic;
-            glance.is_healthy || is_panic && self.router.backends.may_lie(backend, glance, self.now)
+            glance.is_healthy
+                || is_panic && self.decider.backends.may_lie(backend, glance, self.now)
         };
         let is_open = |handle: BackendRef| match ejected {
-            Ejection::All => !self.router.backends.is_let_through(handle, user, self.now),
+            Ejection::All => !self.decider.backends.is_let_through(handle, user, self.now),
             Ejection::Listed => self
                 .scratch
                 .open
@@ -213,7 +215,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     }
 
     fn keep_labelled(&mut self) -> Result<(), RoutingRejection> {
-        let wanted = self.router.wanted(self.ask.model, self.ask.headers);
+        let wanted = self.decider.select.wanted(self.ask);
         if wanted.is_any() {
             return Ok(());
         }
@@ -245,7 +247,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     }
 
     fn keep_below_limit(&mut self) -> Result<(), RoutingRejection> {
-        let service = self.router.view.service();
+        let service = self.decider.view.service();
         self.retain(FilterVerdict::AtLimit, |candidate, _| {
             let limit = service.limit(candidate.slot);
             limit.is_none_or(|limit| candidate.running < limit)

@@ -8,7 +8,7 @@ use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::PolicyConfig;
 use state::prefix::HashSecret;
 
-use super::{OutboxSettings, Router, RouterParts};
+use super::{OutboxSettings, Router, RouterParts, SelectSettings};
 use crate::backends::{Backends, Health, ProbeSettings};
 use crate::clock::Clock;
 use crate::ports::{BoxFuture, Propose, ProposeError};
@@ -167,6 +167,21 @@ pub(super) fn router_with(
     outbox: OutboxSettings,
     model: ModelSettings,
 ) -> Arc<Router> {
+    build(port, outbox, model, SelectSettings::default())
+}
+
+/// As [`router`], with these labels to keep to.
+pub(super) fn router_selecting(port: &Port, select: SelectSettings) -> Arc<Router> {
+    let model = ModelSettings::characters("*", 16);
+    build(port, OutboxSettings::default(), model, select)
+}
+
+fn build(
+    port: &Port,
+    outbox: OutboxSettings,
+    model: ModelSettings,
+    select: SelectSettings,
+) -> Arc<Router> {
     let log = port.log.lock().unwrap();
     let backends = Backends::new(ProbeSettings::default());
     for backend in &log.state.view().registry().backends {
@@ -180,6 +195,7 @@ pub(super) fn router_with(
         session: SessionId(1),
         outbox,
         overrides: PolicyConfig::defaults(),
+        select,
         clock: Clock::default(),
     }))
 }

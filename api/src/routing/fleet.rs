@@ -3,16 +3,15 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use serde::Serialize;
-use state::Registry;
 use state::ids::{BackendRef, BlockHash, Slot, UserKey};
 use state::policy::{Candidate, Choice, PolicyConfig};
-use state::prefix::user_key;
+use state::{Registry, StateView};
 
 use super::RoutingRequest;
 use super::metrics::{BackendMeter, RoutingMetrics};
 use super::verdict::FilterCounts;
-use crate::user_name;
 
 /// The registry with what decisions need beside it.
 pub(super) struct RoutingTable {
@@ -51,6 +50,42 @@ impl RoutingTable {
             .backends
             .binary_search_by_key(&slot, |backend| backend.handle.slot)
             .ok()
+    }
+}
+
+/// The registry's table as of the last look.
+pub(super) struct Fleet {
+    view: Arc<StateView>,
+    metrics: RoutingMetrics,
+    table: ArcSwap<RoutingTable>,
+}
+
+impl Fleet {
+    pub(super) fn new(view: Arc<StateView>, metrics: RoutingMetrics) -> Self {
+        let table = RoutingTable::of(view.registry(), &metrics);
+        Self {
+            view,
+            metrics,
+            table: ArcSwap::from_pointee(table),
+        }
+    }
+
+    /// The table of the registry as it is.
+    pub(super) fn table(&self) -> Arc<RoutingTable> {
+        let registry = self.view.registry();
+        let table = self.table.load();
+        if Arc::ptr_eq(&table.registry, &registry) {
+            return Arc::clone(&table);
+        }
+        let table = Arc::new(RoutingTable::of(registry, &self.metrics));
+        self.table.store(Arc::clone(&table));
+        table
+    }
+
+    /// The metrics of a backend, whose id is `name`.
+    pub(super) fn meter(&self, backend: BackendRef, name: &str) -> Arc<BackendMeter> {
+        let known = self.table.load().meter(backend);
+        known.unwrap_or_else(|| self.metrics.meter(name))
     }
 }
 
@@ -96,7 +131,7 @@ thread_local! {
 
 /// Whose request it is, as circuits tell users apart.
 pub(super) fn user_of(fleet: &RoutingTable, ask: &RoutingRequest<'_>) -> UserKey {
-    user_key(fleet.registry.hash_seed, &user_name::bounded(ask.user))
+    ask.user.key(fleet.registry.hash_seed)
 }
 
 /// Who named the policy that decides.

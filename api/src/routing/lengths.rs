@@ -5,10 +5,8 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 use state::StateView;
-use state::command::{Item, OUTPUTS_PER_ITEM_MAX};
+use state::command::OUTPUTS_PER_ITEM_MAX;
 use state::ids::{ModelKey, UserKey};
-
-use super::Router;
 
 /// Pairs of user and model of which lengths are held; what comes of others is left out.
 const PAIRS_MAX: usize = 4096;
@@ -19,7 +17,7 @@ pub(super) struct OutputLengths(Mutex<BTreeMap<(UserKey, ModelKey), Vec<u32>>>);
 
 impl OutputLengths {
     /// Adds one; what exceeds an item's bound within a second is left out.
-    fn add(&self, user: UserKey, model: ModelKey, tokens: u32) {
+    pub(super) fn add(&self, user: UserKey, model: ModelKey, tokens: u32) {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let has_room = held.len() < PAIRS_MAX || held.contains_key(&(user, model));
         if has_room {
@@ -30,31 +28,9 @@ impl OutputLengths {
         }
     }
 
-    fn take(&self) -> BTreeMap<(UserKey, ModelKey), Vec<u32>> {
+    /// Takes all out.
+    pub(super) fn take(&self) -> BTreeMap<(UserKey, ModelKey), Vec<u32>> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-}
-
-impl Router {
-    /// A request ended with so many output tokens.
-    pub(super) fn ended_with(&self, user: UserKey, model: ModelKey, tokens: u64) {
-        let registry = self.view.registry();
-        let settings = registry.admission.as_ref();
-        if settings.is_some_and(state::admission::AdmissionSettings::wants_outputs) {
-            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-            self.lengths.add(user, model, tokens);
-        }
-    }
-
-    /// Queues the lengths for the log. What there is no room for is lost: others like it will come.
-    pub fn tell_lengths(&self) {
-        for ((user, model), tokens) in self.lengths.take() {
-            self.note(Item::ObserveOutputs {
-                user,
-                model,
-                tokens,
-            });
-        }
     }
 }
 

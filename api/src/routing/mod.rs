@@ -1,14 +1,19 @@
-//! One place where a request meets the view, the overlay, the load and the policy, and where what
-//! became of it is recorded.
+//! Where a request goes, and what is written down of it.
 //!
-//! A request whose prompt is read ([`crate::prompt::PromptReader`]) passes through here in two steps.
-//! [`Router::decide`] matches them against the applied ownership and this replica's
-//! overlay, adds the load, and lets the policy choose; it reads local memory only and waits for no
-//! writer. [`Router::dispatch`] makes the decision known (load, overlay, outbox) and gives an
-//! [`Attempt`], which books the rest until it ends. [`Router::run_outbox`] carries it all to the log.
+//! A [`Router`] puts together what one replica routes with:
+//!
+//! - the [`PromptReader`] turns a request's body into block hashes (in [`crate::prompt`]);
+//! - the [`Decider`] matches them against the applied ownership and the overlay, adds the load and lets
+//!   the policy choose. It reads local memory only, waits for no writer, and writes nothing;
+//! - the [`Dispatcher`] makes a decision known (load, overlay, outbox) and returns an [`Attempt`], which
+//!   accounts for the request until it ends;
+//! - the [`SharedOutbox`] with its [`Overlay`] holds what the log does not know yet;
+//!   [`Router::run_outbox`] carries it there;
+//! - the [`LoadTable`] knows what runs where, here and at the peers.
 
 mod attempt;
 mod decide;
+mod dispatch;
 mod explain;
 mod filters;
 #[cfg(test)]
@@ -19,11 +24,13 @@ pub(crate) mod fuzzing;
 mod hidden;
 mod lengths;
 mod load;
+mod load_reader;
 mod metrics;
 mod outbox;
-mod overlay;
 mod panic;
 mod predictions;
+mod preferences;
+mod priced;
 mod reply;
 mod room;
 mod samples;
@@ -34,24 +41,21 @@ mod tests;
 mod verdict;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use arc_swap::ArcSwap;
 use http::HeaderMap;
 use state::StateView;
-use state::command::{Charge, EngineFacts, Item};
-use state::ids::{AttemptId, BackendRef, LogIndex, ReplicaId, SessionId, Slot, UserKey};
+use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::{PolicyConfig, Reason, Touch};
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use self::fleet::RoutingTable;
+use self::fleet::Fleet;
 use self::lengths::OutputLengths;
-use self::metrics::BackendMeter;
-use self::outbox::driver::{OutboxDriver, SharedOutbox};
+use self::load_reader::LoadReader;
+use self::outbox::driver::OutboxDriver;
 use self::panic::Panics;
-use self::room::PricedTotal;
+use self::priced::PricedTotal;
 use self::samples::ServiceSamples;
 use crate::backends::{Backends, HalfOpenProbe};
 use crate::clock::Clock;
@@ -60,18 +64,21 @@ use crate::prompt::{ModelSettings, PromptIdentity, PromptReader};
 
 pub(crate) use attempt::pricing_of;
 pub use attempt::{Attempt, DispatchTerms};
+pub use decide::Decider;
+pub use dispatch::Dispatcher;
 pub use explain::{ExplainedBackend, ExplainedRequest, Explanation};
 pub use fleet::PolicySource;
 pub use hidden::HiddenOutput;
 pub use load::{EXPIRY, KEEPALIVE, Load, LoadGuard, LoadReportError, LoadReporter, LoadTable};
 pub(crate) use load::{put_number, take_number};
 pub use metrics::RoutingMetrics;
-pub use outbox::{AfterProposal, Outbox, OutboxSettings, OutboxStatus};
-pub use overlay::Overlay;
-pub use room::LargestRequest;
+pub use outbox::{AfterProposal, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox};
+pub use preferences::{POLICY, PreferenceRejection, RoutingPreferences};
+pub use priced::LargestRequest;
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
-pub use session::{POLICY, PolicyRejection};
 pub use verdict::FilterVerdict;
+
+pub use crate::user_name::UserName;
 
 /// What a [`Router`] is made of.
 pub struct RouterParts {
@@ -89,35 +96,24 @@ pub struct RouterParts {
     pub outbox: OutboxSettings,
     /// Policies that a request may ask for in place of the live one; none: requests may not ask.
     pub overrides: Vec<PolicyConfig>,
+    /// Labels that backends must have; the default demands none.
+    pub select: SelectSettings,
     /// Stamps what goes to the log, and tells what users' limits go by.
     pub clock: Clock,
 }
 
-/// Chooses backends and keeps the books of what was dispatched. One per replica.
+/// What one replica routes with. One per replica.
 pub struct Router {
     view: Arc<StateView>,
-    backends: Arc<Backends>,
     reader: Arc<PromptReader>,
-    load: LoadTable,
-    overlay: Arc<Overlay>,
-    desk: SharedOutbox,
-    flush_interval: Duration,
-    last_attempt: AtomicU64,
-    /// What round-robin counts by.
-    turn: AtomicU64,
-    overrides: Vec<PolicyConfig>,
+    decider: Arc<Decider>,
+    dispatcher: Arc<Dispatcher>,
+    outbox: Arc<SharedOutbox>,
+    load: Arc<LoadTable>,
     metrics: RoutingMetrics,
-    /// What is derived from the registry, as of the last decision.
-    fleet: ArcSwap<RoutingTable>,
-    select: SelectSettings,
-    samples: ServiceSamples,
     replica: ReplicaId,
-    lengths: OutputLengths,
-    priced: PricedTotal,
-    /// This replica's run.
-    session: SessionId,
+    flush_interval: Duration,
     clock: Clock,
-    panics: Panics,
 }
 
 /// A request as routing sees it.
@@ -130,11 +126,13 @@ pub struct RoutingRequest<'a> {
     /// `x-request-id`: its hash breaks ties.
     pub request_id: &'a str,
     /// The name that the tokens are charged to.
-    pub user: &'a str,
+    pub user: &'a UserName,
     /// The request's headers, which may name its session.
     pub headers: Option<&'a HeaderMap>,
-    /// From [`Router::asked_policy`]; `None`: the live one.
+    /// From [`RoutingPreferences`]; `None`: the live one.
     pub policy: Option<&'a PolicyConfig>,
+    /// Labels the backend must have, beside those of its model; from [`RoutingPreferences`].
+    pub labels: &'a [(String, String)],
     /// Backends tried already.
     pub excluded: &'a [Slot],
 }
@@ -235,51 +233,112 @@ impl Router {
     /// A router with nothing under way.
     #[must_use]
     pub fn new(parts: RouterParts) -> Self {
-        let overlay = Arc::new(Overlay::default());
-        let metrics = RoutingMetrics::default();
-        let outbox = Outbox::new(
-            parts.replica,
-            parts.session,
-            parts.outbox,
-            Arc::clone(&overlay),
-        );
-        if !parts.overrides.is_empty() {
-            parts.view.want_all();
+        let RouterParts {
+            view,
+            backends,
+            models,
+            replica,
+            session,
+            outbox: settings,
+            overrides,
+            select,
+            clock,
+        } = parts;
+        if !overrides.is_empty() {
+            view.want_all();
         }
-        Self {
-            fleet: ArcSwap::from_pointee(RoutingTable::of(parts.view.registry(), &metrics)),
-            reader: Arc::new(PromptReader::new(
-                Arc::clone(&parts.view),
-                Arc::clone(&parts.backends),
-                parts.models,
-                metrics.tokenizing.clone(),
-            )),
-            panics: Panics::new(metrics.clone()),
-            view: parts.view,
-            backends: parts.backends,
-            load: LoadTable::default(),
-            overlay,
-            desk: SharedOutbox::new(outbox),
-            flush_interval: parts.outbox.flush_interval,
-            last_attempt: AtomicU64::new(0),
+        let metrics = RoutingMetrics::default();
+        let fleet = Arc::new(Fleet::new(Arc::clone(&view), metrics.clone()));
+        let load = Arc::new(LoadTable::default());
+        let overlay = Arc::new(Overlay::default());
+        let outbox = Outbox::new(replica, session, settings, Arc::clone(&overlay));
+        let outbox = Arc::new(SharedOutbox::new(outbox));
+        let reader = PromptReader::new(
+            Arc::clone(&view),
+            Arc::clone(&backends),
+            models,
+            metrics.tokenizing.clone(),
+        );
+        let decider = Decider {
+            view: Arc::clone(&view),
+            backends: Arc::clone(&backends),
+            load: LoadReader::of(&load),
+            overlay: Arc::clone(&overlay),
+            fleet: Arc::clone(&fleet),
             // Replicas begin in different places.
-            turn: AtomicU64::new(parts.session.0),
-            overrides: parts.overrides,
-            metrics,
-            select: SelectSettings::default(),
+            turn: AtomicU64::new(session.0),
+            overrides: overrides.into_iter().map(Arc::new).collect(),
+            select,
+            metrics: metrics.clone(),
+            panics: Panics::new(metrics.clone()),
+        };
+        let dispatcher = Dispatcher {
+            view: Arc::clone(&view),
+            backends,
+            fleet,
+            load: Arc::clone(&load),
+            outbox: Arc::clone(&outbox),
+            overlay,
+            session,
+            last_attempt: AtomicU64::new(0),
             samples: ServiceSamples::default(),
-            replica: parts.replica,
             lengths: OutputLengths::default(),
             priced: PricedTotal::default(),
-            session: parts.session,
-            clock: parts.clock,
+        };
+        Self {
+            view,
+            reader: Arc::new(reader),
+            decider: Arc::new(decider),
+            dispatcher: Arc::new(dispatcher),
+            outbox,
+            load,
+            metrics,
+            replica,
+            flush_interval: settings.flush_interval,
+            clock,
         }
     }
 
-    /// What requests are read by.
+    /// Reads requests.
     #[must_use]
     pub fn reader(&self) -> &Arc<PromptReader> {
         &self.reader
+    }
+
+    /// Chooses backends.
+    #[must_use]
+    pub fn decider(&self) -> &Arc<Decider> {
+        &self.decider
+    }
+
+    /// Dispatches requests and accounts for them.
+    #[must_use]
+    pub fn dispatcher(&self) -> &Arc<Dispatcher> {
+        &self.dispatcher
+    }
+
+    /// What the log does not know yet.
+    #[must_use]
+    pub fn outbox(&self) -> &Arc<SharedOutbox> {
+        &self.outbox
+    }
+
+    /// Requests and pending prefill per backend, here and elsewhere.
+    #[must_use]
+    pub fn load(&self) -> &Arc<LoadTable> {
+        &self.load
+    }
+
+    /// The replicated state's read side.
+    #[must_use]
+    pub fn view(&self) -> &Arc<StateView> {
+        &self.view
+    }
+
+    /// This replica.
+    #[must_use]
+    pub fn replica(&self) -> ReplicaId {
+        self.replica
     }
 
     /// This replica's wall clock.
@@ -288,16 +347,16 @@ impl Router {
         &self.clock
     }
 
-    /// Requests and pending prefill per backend, here and elsewhere.
-    #[must_use]
-    pub fn load(&self) -> &LoadTable {
-        &self.load
-    }
-
-    /// Whether nothing is believed here that the log has not told.
+    /// Whether the overlay holds nothing: all that was routed here is applied.
     #[must_use]
     pub fn is_overlay_empty(&self) -> bool {
-        self.overlay.is_empty()
+        self.dispatcher.overlay.is_empty()
+    }
+
+    /// What [`Decider::decide`] would answer now, and why. Changes nothing and counts nothing.
+    #[must_use]
+    pub fn explain(&self, ask: &RoutingRequest<'_>) -> Explanation {
+        self.decider.explain(ask, self.outbox.status())
     }
 
     /// What routing counts, to be registered once.
@@ -309,46 +368,13 @@ impl Router {
     /// Brings the gauges up to date and drops the series of removed backends; call it before a
     /// scrape.
     pub fn refresh_metrics(&self) {
-        self.metrics.show_outbox(&self.outbox_status());
-        let panicking = self.backends.panicking(&self.view.registry());
-        self.panics.note_all(&panicking);
+        self.metrics.show_outbox(&self.outbox.status());
+        self.decider.note_panics();
         self.metrics.forget_removed(|| self.view.registry());
     }
 
-    /// How far the log is behind.
-    #[must_use]
-    pub fn outbox_status(&self) -> OutboxStatus {
-        self.desk.status(Instant::now())
-    }
-
-    /// Queues what an engine said about itself. Later facts of a backend stand over earlier ones.
-    pub fn observe(&self, backend: BackendRef, facts: EngineFacts) {
-        self.desk.with(|outbox| outbox.observe(backend, facts));
-    }
-
-    /// Queues an item for the log that stands for itself, behind the earlier ones. `false`: the queue
-    /// is full, and it is as if nothing had been told.
-    pub fn note(&self, item: Item) -> bool {
-        self.desk.with(|outbox| outbox.note(item))
-    }
-
-    /// What `user` was charged here and the state does not show yet.
-    #[must_use]
-    pub fn unapplied(&self, user: UserKey) -> Charge {
-        self.desk.with(|outbox| {
-            outbox.settle(self.view.applied());
-            outbox.unapplied(user)
-        })
-    }
-
-    /// The replicated state's read side.
-    #[must_use]
-    pub fn view(&self) -> &Arc<StateView> {
-        &self.view
-    }
-
     /// Carries the outbox to the log until `stop`; then goes on until it is empty or `drain_max`
-    /// has passed. Answers what is left. One call per router.
+    /// has passed. Returns what is left. One call per router.
     pub async fn run_outbox(
         &self,
         propose: Arc<dyn Propose>,
@@ -356,7 +382,7 @@ impl Router {
         drain_max: Duration,
     ) -> OutboxStatus {
         let driver = OutboxDriver {
-            desk: &self.desk,
+            outbox: &self.outbox,
             propose: &*propose,
             applied: &|| self.view.applied(),
             metrics: self.metrics.driver.clone(),
@@ -364,14 +390,5 @@ impl Router {
             clock: self.clock.clone(),
         };
         driver.run(stop, drain_max).await
-    }
-
-    fn next_attempt(&self) -> AttemptId {
-        AttemptId(self.last_attempt.fetch_add(1, Relaxed) + 1)
-    }
-
-    fn meter(&self, backend: BackendRef, name: &str) -> Arc<BackendMeter> {
-        let known = self.fleet.load().meter(backend);
-        known.unwrap_or_else(|| self.metrics.meter(name))
     }
 }

@@ -1,137 +1,18 @@
-//! Answers admission's questions to routing: running requests, cached prefixes, local charges, and
-//! which users wait.
+//! How much room there is: what admission asks before it lets a request go.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-
-use state::command::Charge;
-use state::ids::{ReplicaId, Slot, UserKey};
+use state::ids::Slot;
 use state::outputs::batch::BatchRoom;
-use state::prefix::user_key;
 use tokio::time::Instant;
 
+use super::RoutingRequest;
+use super::decide::Decider;
 use super::fleet::{SCRATCH, matchable};
-use super::{Router, RoutingRequest};
-use crate::user_name;
 
-/// What was charged here, in priced tokens.
-#[derive(Debug, Default)]
-pub(super) struct PricedTotal {
-    all: AtomicU64,
-    largest_request: AtomicU64,
-    largest_output: AtomicU64,
-}
-
-/// The most that a request came to, in priced tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct LargestRequest {
-    /// All of one.
-    pub request: u64,
-    /// The output of one, perhaps another.
-    pub output: u64,
-}
-
-impl LargestRequest {
-    /// The larger of each.
-    #[must_use]
-    pub fn max(self, other: Self) -> Self {
-        Self {
-            request: self.request.max(other.request),
-            output: self.output.max(other.output),
-        }
-    }
-}
-
-impl PricedTotal {
-    /// Counts what goes into the outbox.
-    pub(super) fn add(&self, tokens: u64) {
-        self.all.fetch_add(tokens, Relaxed);
-    }
-
-    /// Counts a request that is over.
-    pub(super) fn request(&self, price: LargestRequest) {
-        self.largest_request.fetch_max(price.request, Relaxed);
-        self.largest_output.fetch_max(price.output, Relaxed);
-    }
-}
-
-impl Router {
-    /// The user's name is known to wait from here on, until [`Router::end_wait`]: a user who waits is
-    /// not idle. Answers whom the request is charged to.
-    #[must_use]
-    pub fn begin_wait(&self, user: &str) -> UserKey {
-        let registry = self.view.registry();
-        let name = user_name::bounded(user);
-        self.desk.with(|outbox| {
-            outbox.follow_restore(registry.restored);
-            let user = outbox.payer(registry.hash_seed, &name);
-            outbox.charge(Charge {
-                user,
-                queued: 1,
-                ..Charge::default()
-            });
-            user
-        })
-    }
-
-    /// A request of this user waits no more, whichever way.
-    pub fn end_wait(&self, user: UserKey) {
-        let charge = Charge {
-            user,
-            dequeued: 1,
-            ..Charge::default()
-        };
-        self.desk.with(|outbox| outbox.charge(charge));
-    }
-
-    /// The key of a user's name.
-    #[must_use]
-    pub fn user_key(&self, user: &str) -> UserKey {
-        user_key(self.view.registry().hash_seed, &user_name::bounded(user))
-    }
-
-    /// Priced tokens charged here since the start.
-    #[must_use]
-    pub fn priced_tokens(&self) -> u64 {
-        self.priced.all.load(Relaxed)
-    }
-
-    /// Price of the largest request that ended here since [`Router::take_largest_request`].
-    #[must_use]
-    pub fn largest_request(&self) -> LargestRequest {
-        LargestRequest {
-            request: self.priced.largest_request.load(Relaxed),
-            output: self.priced.largest_output.load(Relaxed),
-        }
-    }
-
-    /// The same; looks for a new one from here on.
-    pub fn take_largest_request(&self) -> LargestRequest {
-        LargestRequest {
-            request: self.priced.largest_request.swap(0, Relaxed),
-            output: self.priced.largest_output.swap(0, Relaxed),
-        }
-    }
-
-    /// This replica.
-    #[must_use]
-    pub fn replica(&self) -> ReplicaId {
-        self.replica
-    }
-
-    /// Gives a user credit for priced tokens that were charged and not used.
-    pub fn credit(&self, user: UserKey, tokens: u64) {
-        self.desk.with(|outbox| outbox.ledger.credit(user, tokens));
-    }
-
-    /// Has what is queued proposed at once, unless an envelope is under way.
-    pub fn hurry(&self) {
-        self.desk.hurry();
-    }
-
+impl Decider {
     /// Requests that the backends which may take this one have room for, all together.
     #[must_use]
     pub fn free_places(&self, ask: &RoutingRequest<'_>) -> u64 {
-        let fleet = self.fleet();
+        let fleet = self.fleet.table();
         SCRATCH.with_borrow_mut(|scratch| {
             let admitted = self.admit(&fleet, ask, Instant::now(), scratch, |_, _| {});
             if admitted.is_err() {

@@ -8,18 +8,15 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use state::command::{BACKENDS_MAX, Item};
+use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, UserKey};
 use state::service::{FIRST_TOKEN_US_MAX, GAP_US_MAX, LearntPrices, RUNNING_MAX, ServiceSample};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
+use super::Load;
 use super::hidden::BackendPace;
 use super::predictions::{Prediction, Predictions};
-use super::{Load, Router};
 
-/// How often samples are looked at.
-const INTERVAL: Duration = Duration::from_secs(1);
 /// Events (or gaps) that make a sample worth its place in the log.
 const EVENTS_MIN: u32 = 8;
 const GAPS_MIN: u64 = 256;
@@ -105,25 +102,6 @@ impl ServiceSamples {
 fn lock(place: &Mutex<BackendSamples>) -> MutexGuard<'_, BackendSamples> {
     // Sums: half an event is worth little and harms nothing.
     place.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Router {
-    /// Tells the log what attempts show of the backends and of output lengths, until `stop`.
-    pub async fn run_samples(&self, stop: CancellationToken) {
-        let mut ticks = tokio::time::interval(INTERVAL);
-        while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-            self.tell_samples(Instant::now());
-            self.tell_lengths();
-        }
-    }
-
-    /// Queues the samples that are worth it at `now`. One that there is no room for is lost: what
-    /// it says will be said again.
-    pub fn tell_samples(&self, now: Instant) {
-        for sample in self.samples.take(now) {
-            self.note(Item::ObserveService(Box::new(sample)));
-        }
-    }
 }
 
 /// One attempt's service as it is measured.

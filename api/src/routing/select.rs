@@ -1,10 +1,10 @@
-//! Labels that a request's backend must have: of its model's settings, and of its
-//! `x-quorate-select` header where the config lets requests say.
+//! Labels that a request's backend must have: those of its model's settings, and those of its
+//! `x-quorate-select` header where the config allows it.
 
 use http::{HeaderMap, HeaderName};
 use state::Backend;
 
-use super::Router;
+use super::RoutingRequest;
 
 /// Labels the backend must have, `key=value` each, separated by commas.
 pub const SELECT: HeaderName = HeaderName::from_static("x-quorate-select");
@@ -30,10 +30,10 @@ pub struct SelectSettings {
 pub type Labels = Vec<(String, String)>;
 
 /// What one request wants.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Copy)]
 pub(super) struct WantedLabels<'a> {
     of_model: &'a [(String, String)],
-    of_request: Vec<(&'a str, &'a str)>,
+    of_request: &'a [(String, String)],
 }
 
 impl WantedLabels<'_> {
@@ -44,51 +44,28 @@ impl WantedLabels<'_> {
     pub(super) fn has(&self, backend: &Backend) -> bool {
         let labels = &backend.spec.labels;
         let has = |key: &str, value: &str| labels.get(key).is_some_and(|it| it == value);
-        self.of_model.iter().all(|(key, value)| has(key, value))
-            && self.of_request.iter().all(|(key, value)| has(key, value))
+        let mut wanted = self.of_model.iter().chain(self.of_request);
+        wanted.all(|(key, value)| has(key, value))
     }
 }
 
-impl Router {
-    /// With these labels to keep to; without, any backend will do.
-    #[must_use]
-    pub fn selecting(mut self, select: SelectSettings) -> Self {
-        self.select = select;
-        self
-    }
-
-    /// Whether the labels that a request with these headers asks for can be read.
-    ///
-    /// # Errors
-    /// [`SelectRejection`], where requests may ask at all.
-    pub fn check_select(&self, headers: &HeaderMap) -> Result<(), SelectRejection> {
-        self.asked_labels(headers).map(drop)
-    }
-
-    /// What a request for `model` with these headers wants. A header that cannot be read was
-    /// refused before.
-    pub(super) fn wanted<'a>(
-        &'a self,
-        model: &str,
-        headers: Option<&'a HeaderMap>,
-    ) -> WantedLabels<'a> {
-        let mut models = self.select.models.iter();
-        let of_model = models.find(|(name, _)| name == model || name == "*");
-        let of_request = headers.map(|headers| self.asked_labels(headers));
+impl SelectSettings {
+    /// What a request wants.
+    pub(super) fn wanted<'a>(&'a self, ask: &RoutingRequest<'a>) -> WantedLabels<'a> {
+        let mut models = self.models.iter();
+        let of_model = models.find(|(name, _)| name == ask.model || name == "*");
         WantedLabels {
             of_model: of_model.map_or(&[], |(_, labels)| labels),
-            of_request: of_request.and_then(Result::ok).unwrap_or_default(),
+            of_request: ask.labels,
         }
     }
 
-    fn asked_labels<'a>(
-        &self,
-        headers: &'a HeaderMap,
-    ) -> Result<Vec<(&'a str, &'a str)>, SelectRejection> {
-        if !self.select.allow {
-            return Ok(Vec::new());
+    /// The labels that a request with these headers asks for; none where requests may not ask.
+    pub(super) fn asked(&self, headers: &HeaderMap) -> Result<Labels, SelectRejection> {
+        let mut labels = Labels::new();
+        if !self.allow {
+            return Ok(labels);
         }
-        let mut labels = Vec::new();
         for field in headers.get_all(SELECT) {
             let text = field.to_str().map_err(|_| SelectRejection)?;
             for pair in text.split(',') {
@@ -97,7 +74,7 @@ impl Router {
                 if key.is_empty() || labels.len() == LABELS_MAX {
                     return Err(SelectRejection);
                 }
-                labels.push((key, value));
+                labels.push((key.to_owned(), value.to_owned()));
             }
         }
         Ok(labels)

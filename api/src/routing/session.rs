@@ -1,41 +1,9 @@
-//! Reads a request's session and requested policy from its headers.
+//! Reads the session that a request belongs to from its headers.
 
+use http::HeaderMap;
 use http::header::COOKIE;
-use http::{HeaderMap, HeaderName};
-use state::policy::{PolicyConfig, SessionNames};
+use state::policy::SessionNames;
 use xxhash_rust::xxh3::xxh3_64;
-
-use super::Router;
-
-/// Names the policy that decides the request, where the config allows it; in answers the policy
-/// that did.
-pub const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
-
-/// A request asks for a policy that there is not.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("x-quorate-policy names no policy, expected one of {}", state::policy::POLICY_NAMES.join(", "))]
-pub struct PolicyRejection;
-
-impl Router {
-    /// The policy that a request with these headers asks for; `None`: it leaves that to others.
-    /// Where the live one has the same name it decides, with its own settings.
-    ///
-    /// # Errors
-    /// [`PolicyRejection`], where requests may ask at all.
-    pub fn asked_policy(
-        &self,
-        headers: &HeaderMap,
-    ) -> Result<Option<&PolicyConfig>, PolicyRejection> {
-        let Some(asked) = headers.get(POLICY) else {
-            return Ok(None);
-        };
-        if self.overrides.is_empty() {
-            return Ok(None);
-        }
-        let named = self.overrides.iter().find(|policy| asked == policy.name());
-        named.map(Some).ok_or(PolicyRejection)
-    }
-}
 
 /// Hash of the session's name; `None` when the headers name none.
 pub(super) fn hash(names: SessionNames<'_>, headers: &HeaderMap) -> Option<u64> {

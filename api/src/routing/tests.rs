@@ -7,10 +7,11 @@ mod policies;
 mod samples;
 mod tokens;
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::HeaderMap;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use state::command::{Command, EngineFacts};
@@ -19,15 +20,19 @@ use state::policy::{PolicyConfig, Reason};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::fixture::{HEALTHY, Log, Port, router};
+use super::fixture::{HEALTHY, Log, Port, router, router_selecting};
 use super::{
-    Attempt, AttemptEnd, Decision, DispatchTerms, FilterVerdict, OutboxSettings, Router,
-    RoutingRejection, RoutingRequest, Usage,
+    Attempt, AttemptEnd, Decision, DispatchTerms, FilterVerdict, Load, OutboxSettings,
+    OutboxStatus, PreferenceRejection, Router, RoutingPreferences, RoutingRejection,
+    RoutingRequest, Usage, UserName,
 };
 use crate::backends::Health;
 use crate::prompt::{ParsedBody, PromptIdentity, parse};
 
 mod stories;
+
+/// Who sends requests.
+static ADA: LazyLock<UserName> = LazyLock::new(|| UserName::bounded("ada"));
 
 struct Bench {
     port: Port,
@@ -50,14 +55,21 @@ impl Bench {
         identity: &PromptIdentity,
         excluded: &[Slot],
     ) -> Result<Decision, RoutingRejection> {
-        self.router.decide(&ask(identity, excluded))
+        self.router.decider().decide(&ask(identity, excluded))
+    }
+
+    /// What a request with these headers asks for.
+    fn preferences(&self, headers: &HeaderMap) -> Result<RoutingPreferences, PreferenceRejection> {
+        self.router.decider().preferences(headers)
     }
 
     fn start(&self, identity: &PromptIdentity) -> (Decision, Attempt) {
         let decision = self.decide(identity, &[]).unwrap();
-        let attempt =
-            self.router
-                .dispatch(&decision, &ask(identity, &[]), DispatchTerms::default());
+        let attempt = self.router.dispatcher().dispatch(
+            &decision,
+            &ask(identity, &[]),
+            DispatchTerms::default(),
+        );
         (decision, attempt)
     }
 
@@ -87,7 +99,7 @@ impl Bench {
         }
         assert_eq!(log.state.open_leases(), 0);
         assert_eq!(log.state.check(), Ok(()));
-        assert!(self.router.overlay.is_empty());
+        assert!(self.router.dispatcher().overlay.is_empty());
         assert!(
             log.state
                 .user_named("ada")
@@ -108,9 +120,10 @@ fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest
         model: "m",
         identity,
         request_id: "r-1",
-        user: "ada",
+        user: &ADA,
         headers: None,
         policy: None,
+        labels: &[],
         excluded,
     }
 }
@@ -166,6 +179,19 @@ fn an_identity_is_scoped_and_knows_what_an_engine_can_have() {
 }
 
 #[test]
+fn a_decision_writes_nothing() {
+    let bench = Bench::new(2);
+    let identity = bench.identify(&"x".repeat(16 * 4));
+    for _ in 0..3 {
+        let decision = bench.decide(&identity, &[]).unwrap();
+        assert_eq!(decision.matched, 0);
+        assert_eq!(bench.router.load().here(decision.backend), Load::default());
+    }
+    assert!(bench.router.is_overlay_empty());
+    assert_eq!(bench.router.outbox().status(), OutboxStatus::default());
+}
+
+#[test]
 fn a_backend_is_refused_for_the_right_reason() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
@@ -174,7 +200,7 @@ fn a_backend_is_refused_for_the_right_reason() {
         ..ask(&identity, &[])
     };
     assert_eq!(
-        bench.router.decide(&other).unwrap_err(),
+        bench.router.decider().decide(&other).unwrap_err(),
         RoutingRejection::UnknownModel
     );
     let both = [Slot(0), Slot(1)];
@@ -190,7 +216,7 @@ fn a_backend_is_refused_for_the_right_reason() {
         is_healthy: false,
         ..HEALTHY
     };
-    bench.router.backends.assume(Slot(0), &sick);
+    bench.router.decider().backends.assume(Slot(0), &sick);
     let only = bench.decide(&identity, &[]).unwrap();
     assert_eq!(
         (only.backend.slot, only.reason, &*only.name),
@@ -227,12 +253,12 @@ fn a_star_stands_for_what_the_engine_lists() {
     let mut spec = super::fixture::spec(0, None);
     spec.models = vec!["*".to_owned()];
     bench.admin(Command::PutBackend(spec));
-    bench.router.backends.assume(Slot(0), &HEALTHY);
+    bench.router.decider().backends.assume(Slot(0), &HEALTHY);
     let identity = bench.identify("hello");
     assert!(bench.decide(&identity, &[]).is_ok(), "it was not asked yet");
     let handle = bench.port.log.lock().unwrap().handle(0);
     let models = Some(vec!["n".to_owned()]);
-    bench.router.observe(
+    bench.router.outbox().observe(
         handle,
         EngineFacts {
             models,
@@ -247,6 +273,7 @@ fn a_star_stands_for_what_the_engine_lists() {
     assert!(
         bench
             .router
+            .decider()
             .decide(&RoutingRequest {
                 model: "n",
                 ..ask(&identity, &[])
@@ -329,11 +356,11 @@ fn explain_is_the_decision_and_changes_nothing() {
     let identity = bench.identify(&"a".repeat(500));
     let (_, attempt) = bench.start(&identity);
     attempt.end(AttemptEnd::Finished);
-    let before = bench.router.outbox_status();
+    let before = bench.router.outbox().status();
     let explanation = bench.router.explain(&ask(&identity, &[]));
     assert_eq!(explanation, bench.router.explain(&ask(&identity, &[])));
     assert_eq!(
-        bench.router.outbox_status().queued_items,
+        bench.router.outbox().status().queued_items,
         before.queued_items
     );
     let decision = bench.decide(&identity, &[]).unwrap();
@@ -460,7 +487,10 @@ fn a_panicking_request_leaves_nothing_behind() {
     let router = Arc::clone(&bench.router);
     let decision = bench.decide(&identity, &[]).unwrap();
     let panicked = std::thread::spawn(move || {
-        let _attempt = router.dispatch(&decision, &ask(&identity, &[]), DispatchTerms::default());
+        let _attempt =
+            router
+                .dispatcher()
+                .dispatch(&decision, &ask(&identity, &[]), DispatchTerms::default());
         panic!("on purpose");
     });
     assert!(panicked.join().is_err());
@@ -511,22 +541,26 @@ fn the_series_of_a_removed_backend_go_and_come_back_with_it() {
     };
     let identity = bench.identify("hello");
     let decision = bench.decide(&identity, &[Slot(1)]).unwrap();
-    let attempt = bench
-        .router
-        .dispatch(&decision, &ask(&identity, &[]), DispatchTerms::default());
+    let attempt = bench.router.dispatcher().dispatch(
+        &decision,
+        &ask(&identity, &[]),
+        DispatchTerms::default(),
+    );
     let [first, second] = shown();
     assert!(first > 0 && first == second);
     bench.admin(Command::DeleteBackend {
         name: "b0".to_owned(),
     });
     assert_eq!(shown(), [0, second]);
-    let late = bench
-        .router
-        .dispatch(&decision, &ask(&identity, &[]), DispatchTerms::default());
+    let late = bench.router.dispatcher().dispatch(
+        &decision,
+        &ask(&identity, &[]),
+        DispatchTerms::default(),
+    );
     drop((attempt, late));
     assert_eq!(shown(), [0, second]);
     bench.admin(Command::PutBackend(super::fixture::spec(0, None)));
-    bench.router.backends.assume(Slot(0), &HEALTHY);
+    bench.router.decider().backends.assume(Slot(0), &HEALTHY);
     let (_, attempt) = bench.start(&identity);
     attempt.end(AttemptEnd::Finished);
     assert_eq!(shown(), [first, second]);

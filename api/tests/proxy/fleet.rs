@@ -12,7 +12,7 @@ use api::prompt::{ModelSettings, Tokenizer};
 use api::proxy::{
     DrainResult, Expose, Proxy, ProxyMetrics, ProxySettings, RequestLabels, RequestOutcome, Server,
 };
-use api::routing::{OutboxSettings, Router, RouterParts};
+use api::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
 use state::command::{
     BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, Origin, Reply,
 };
@@ -123,6 +123,7 @@ impl Fleet {
             session: SessionId(1),
             outbox: OutboxSettings::default(),
             overrides: PolicyConfig::defaults(),
+            select: SelectSettings::default(),
             clock: Clock::default(),
         }));
         let metrics = Arc::new(ProxyMetrics::default());

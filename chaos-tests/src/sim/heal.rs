@@ -166,7 +166,7 @@ impl World {
                 let (applied, committed) = (theirs.applied, status.committed);
                 return Err(format!("replica {id} applied {applied} of {committed}"));
             }
-            let left = core.router().outbox_status();
+            let left = core.router().outbox().status();
             if left.queued_items > 0 {
                 return Err(format!("the outbox of replica {id} holds {left:?}"));
             }
@@ -219,7 +219,7 @@ impl World {
             let at_rest = AtRest {
                 run: seat.run,
                 image: Arc::clone(&image),
-                outbox_items: router.outbox_status().queued_items,
+                outbox_items: router.outbox().status().queued_items,
                 overlay_blocks: usize::from(!router.is_overlay_empty()),
                 in_flight: in_flight(seat, core),
             };

@@ -349,7 +349,7 @@ impl World {
             let Some(core) = seat.machine.core() else {
                 continue;
             };
-            if core.router().outbox_status().queued_items == 0 {
+            if core.router().outbox().status().queued_items == 0 {
                 self.ledger
                     .with(|record| record.observation.outbox_is_empty(now_us, seat.run));
             }

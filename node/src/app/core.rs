@@ -129,9 +129,10 @@ impl CoreParts {
                 ..OutboxSettings::default()
             },
             overrides: config.policy_overrides.clone(),
+            select: config.select.clone(),
             clock,
         });
-        let router = Arc::new(router.selecting(config.select.clone()));
+        let router = Arc::new(router);
         let admission = Admission::new(Arc::clone(&router)).codel_target(config.codel_target);
         let admission = Arc::new(admission);
         Self {
@@ -215,7 +216,7 @@ impl ReplicaCore {
     fn spawn_loops(&self, config: Config) {
         let (tasks, parts) = (&self.tasks, &self.parts);
         let stop = || self.stops.all.clone();
-        let (sampler, stopped) = (Arc::clone(&parts.router), stop());
+        let (sampler, stopped) = (Arc::clone(parts.router.dispatcher()), stop());
         tasks.spawn(async move { sampler.run_samples(stopped).await });
         tasks.spawn(exchange::tell(
             self.replica.clone(),

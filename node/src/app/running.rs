@@ -177,14 +177,12 @@ fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>) {
 }
 
 fn probe_hooks(core: &ReplicaCore) -> Hooks {
-    let (reader, observer) = (
-        Arc::clone(core.router().reader()),
-        Arc::clone(core.router()),
-    );
+    let router = core.router();
+    let (reader, outbox) = (Arc::clone(router.reader()), Arc::clone(router.outbox()));
     let status = core.replica().watch();
     Hooks {
         tokens_per_block: Arc::new(move |model| reader.tokens_per_block(model)),
-        observe: Arc::new(move |backend, facts| observer.observe(backend, facts)),
+        observe: Arc::new(move |backend, facts| outbox.observe(backend, facts)),
         is_leader: Arc::new(move || status.borrow().role == Role::Leader),
         clock: core.clock().clone(),
     }

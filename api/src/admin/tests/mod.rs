@@ -27,7 +27,7 @@ use crate::backends::{Health, ProbeSettings};
 use crate::clock::Clock;
 use crate::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeError};
 use crate::prompt::ModelSettings;
-use crate::routing::{OutboxSettings, RouterParts};
+use crate::routing::{OutboxSettings, RouterParts, SelectSettings};
 
 /// What becomes of proposals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -217,6 +217,7 @@ impl Bench {
             session: SessionId(1),
             outbox: OutboxSettings::default(),
             overrides: PolicyConfig::defaults(),
+            select: SelectSettings::default(),
             clock: Clock::default(),
         }));
         let admin = Arc::new(Admin {

@@ -240,7 +240,7 @@ impl RankReader {
         let is_behind = self.stream.told().is_some_and(|told| applied < Some(told))
             && self.pending.is_empty()
             && !self.stream.is_refused()
-            && !self.parts.router.outbox_status().is_degraded;
+            && !self.parts.router.outbox().status().is_degraded;
         match self.behind {
             Some((at, since)) if is_behind && at == position => {
                 now.duration_since(since) >= APPLIED_WITHIN
@@ -294,7 +294,12 @@ impl RankReader {
             }
         }
         while let Some(batch) = self.pending.front() {
-            if !self.parts.router.note(Item::KvEvents(batch.clone())) {
+            if !self
+                .parts
+                .router
+                .outbox()
+                .note(Item::KvEvents(batch.clone()))
+            {
                 self.fall_behind();
                 return;
             }

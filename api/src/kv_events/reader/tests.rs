@@ -209,6 +209,7 @@ fn read(log: &Arc<Log>) {
         session: SessionId(1),
         outbox: OutboxSettings::default(),
         overrides: PolicyConfig::defaults(),
+        select: routing::SelectSettings::default(),
         clock: crate::clock::Clock::default(),
     }));
     let parts = ReaderParts {

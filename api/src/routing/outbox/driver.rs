@@ -3,7 +3,8 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use state::ids::LogIndex;
+use state::command::{Charge, EngineFacts, Item};
+use state::ids::{BackendRef, LogIndex, UserKey};
 use tokio::sync::Notify;
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
@@ -18,8 +19,8 @@ const PAUSE_MIN: Duration = Duration::from_millis(20);
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// The outbox as requests and the driver share it. Every hold of the lock is short.
-pub(in crate::routing) struct SharedOutbox {
+/// The outbox as those who fill it and the driver share it. Every hold of the lock is short.
+pub struct SharedOutbox {
     outbox: Mutex<Outbox>,
     full: Notify,
 }
@@ -51,23 +52,44 @@ impl SharedOutbox {
         result
     }
 
-    /// Wakes the driver, whatever is queued.
-    pub(in crate::routing) fn hurry(&self) {
+    /// Queues what an engine said about itself. Later facts of a backend replace earlier ones.
+    pub fn observe(&self, backend: BackendRef, facts: EngineFacts) {
+        self.with(|outbox| outbox.observe(backend, facts));
+    }
+
+    /// Queues an item that stands for itself, behind the earlier ones. `false`: the queue is full, and
+    /// the item is not in it.
+    pub fn note(&self, item: Item) -> bool {
+        self.with(|outbox| outbox.note(item))
+    }
+
+    /// What `user` was charged here beyond what is applied, which is all up to `applied`.
+    pub(in crate::routing) fn unapplied(&self, user: UserKey, applied: LogIndex) -> Charge {
+        self.with(|outbox| {
+            outbox.settle(applied);
+            outbox.unapplied(user)
+        })
+    }
+
+    /// Proposes what is queued at once, unless an envelope is outstanding.
+    pub fn hurry(&self) {
         self.full.notify_one();
+    }
+
+    /// How far the log is behind.
+    #[must_use]
+    pub fn status(&self) -> OutboxStatus {
+        self.lock().status(Instant::now())
     }
 
     fn lock(&self) -> MutexGuard<'_, Outbox> {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    pub(in crate::routing) fn status(&self, now: Instant) -> OutboxStatus {
-        self.lock().status(now)
-    }
 }
 
 /// The driver's surroundings.
 pub(in crate::routing) struct OutboxDriver<'a> {
-    pub(in crate::routing) desk: &'a SharedOutbox,
+    pub(in crate::routing) outbox: &'a SharedOutbox,
     pub(in crate::routing) propose: &'a dyn Propose,
     /// The index applied here.
     pub(in crate::routing) applied: &'a (dyn Fn() -> LogIndex + Send + Sync),
@@ -93,7 +115,7 @@ impl OutboxDriver<'_> {
         if !has_stopped && tokio::time::timeout(drain_max, self.drain()).await.is_err() {
             tracing::warn!("could not flush the outbox before stopping");
         }
-        self.desk.status(Instant::now())
+        self.outbox.status()
     }
 
     /// Returns only when the replica stops.
@@ -103,7 +125,7 @@ impl OutboxDriver<'_> {
         loop {
             tokio::select! {
                 biased;
-                () = self.desk.full.notified() => {}
+                () = self.outbox.full.notified() => {}
                 _ = interval.tick() => {}
             }
             if self.flush().await == FlushResult::Stopped {
@@ -127,7 +149,7 @@ impl OutboxDriver<'_> {
         let mut pause = PAUSE_MIN;
         loop {
             let envelope = {
-                let mut outbox = self.desk.lock();
+                let mut outbox = self.outbox.lock();
                 outbox.settle((self.applied)());
                 match outbox.outstanding().cloned() {
                     Some(envelope) => envelope,
@@ -139,7 +161,7 @@ impl OutboxDriver<'_> {
             };
             let seq = envelope.origin.seq;
             let fate = self.propose.propose(envelope).await;
-            let next = self.desk.with(|outbox| {
+            let next = self.outbox.with(|outbox| {
                 let next = outbox.fate(fate);
                 outbox.settle((self.applied)());
                 next

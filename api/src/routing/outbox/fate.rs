@@ -6,11 +6,11 @@ use std::sync::Arc;
 use state::command::{BatchReply, Committed, LeaseOutcome, Rejection, Reply};
 use state::ids::{AttemptId, BlockHash, LogIndex};
 
+use super::overlay::BlockRun;
 use super::steps::{LeaseStep, LeaseStepKind, acquire_steps};
 use super::{CommittedEnvelope, Outbox};
 use crate::planted::{self, Bug};
 use crate::ports::ProposeError;
-use crate::routing::overlay::BlockRun;
 
 /// What to do after an envelope's fate was reported.
 #[derive(Debug, Clone, PartialEq, Eq)]

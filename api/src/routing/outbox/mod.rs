@@ -17,6 +17,7 @@
 mod batch;
 pub(super) mod driver;
 mod fate;
+mod overlay;
 mod steps;
 #[cfg(test)]
 mod tests;
@@ -30,11 +31,13 @@ use state::command::{Charge, EngineFacts, Envelope, Item, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
 use tokio::time::Instant;
 
+use self::overlay::BlockRun;
 use self::steps::{LeaseStep, LeaseStepKind, acquire_steps, runs_of};
-use super::overlay::{BlockRun, Overlay};
 use crate::planted::{self, Bug};
 
+pub use driver::SharedOutbox;
 pub use fate::AfterProposal;
+pub use overlay::Overlay;
 
 /// Users with a charge queued when a request of a further one begins. Reached only without a
 /// quorum, or by made-up names. Requests under way may add their users to it.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use state::command::LeaseOutcome;
 use state::ids::{AttemptId, BackendRef, BlockHash};
 
-use crate::routing::overlay::BlockRun;
+use super::overlay::BlockRun;
 
 /// Blocks of one lease step: longer chains are sent as several. Two fit into one envelope.
 pub(super) const RUN_BLOCKS_MAX: usize = 4000;

@@ -14,12 +14,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::driver::{DriverMetrics, OutboxDriver, SharedOutbox};
 use super::fate::AfterProposal;
+use super::overlay::Overlay;
 use super::steps::RUN_BLOCKS_MAX;
 use super::{CHARGED_USERS_MAX, OVERFLOW_USER, Outbox, OutboxSettings};
 use crate::clock::Clock;
 use crate::ports::ProposeError;
 use crate::routing::fixture::{Fault, Log, Port};
-use crate::routing::overlay::Overlay;
 
 mod driver;
 

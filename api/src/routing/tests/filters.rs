@@ -22,7 +22,10 @@ impl Bench {
     fn fail(&self, slot: u16, times: usize) {
         let handle = self.port.log.lock().unwrap().handle(slot);
         for _ in 0..times {
-            self.router.backends.report_no_answer(handle, None);
+            self.router
+                .decider()
+                .backends
+                .report_no_answer(handle, None);
         }
     }
 
@@ -32,7 +35,7 @@ impl Bench {
             models: Some(models.iter().map(ToString::to_string).collect()),
             ..EngineFacts::default()
         };
-        self.router.observe(handle, facts);
+        self.router.outbox().observe(handle, facts);
         self.flush();
     }
 
@@ -47,8 +50,7 @@ impl Bench {
                 ..spec(at, None)
             }));
         }
-        let router = Arc::try_unwrap(bench.router).ok().unwrap();
-        bench.router = Arc::new(router.selecting(select));
+        bench.router = router_selecting(&bench.port, select);
         bench
     }
 }
@@ -75,7 +77,11 @@ fn an_open_circuit_passes_a_backend_over_and_one_answer_closes_it() {
         assert_eq!(bench.decide(&identity, &[]).unwrap().backend.slot, Slot(1));
     }
     let handle = bench.port.log.lock().unwrap().handle(0);
-    bench.router.backends.report_answer(handle, UserKey(1));
+    bench
+        .router
+        .decider()
+        .backends
+        .report_answer(handle, UserKey(1));
     assert_eq!(
         bench.verdicts(&ask(&identity, &[])),
         [FilterVerdict::Candidate; 2]
@@ -121,25 +127,28 @@ fn when_every_circuit_of_those_selected_is_open_they_say_nothing() {
         models: Vec::new(),
     });
     let identity = bench.identify("hello");
-    let headers = select("zone=b");
+    let preferred = bench.preferences(&select("zone=b")).unwrap();
     let asked = RoutingRequest {
-        headers: Some(&headers),
+        labels: &preferred.labels,
         ..ask(&identity, &[])
     };
     bench.fail(1, 5);
     assert_eq!(
-        bench.router.decide(&asked).unwrap().backend.slot,
+        bench.router.decider().decide(&asked).unwrap().backend.slot,
         Slot(1),
         "nobody else may take it"
     );
-    let headers = select("zone=a");
+    let preferred = bench.preferences(&select("zone=a")).unwrap();
     let asked = RoutingRequest {
-        headers: Some(&headers),
+        labels: &preferred.labels,
         ..ask(&identity, &[])
     };
     bench.fail(0, 5);
     for _ in 0..20 {
-        assert_eq!(bench.router.decide(&asked).unwrap().backend.slot, Slot(2));
+        assert_eq!(
+            bench.router.decider().decide(&asked).unwrap().backend.slot,
+            Slot(2)
+        );
     }
 }
 
@@ -152,17 +161,28 @@ fn attempts_tell_the_circuit_how_they_went() {
         let (_, attempt) = bench.start(&identity);
         attempt.end(AttemptEnd::Broken);
     }
-    assert!(bench.router.backends.circuit(handle).is_open);
+    assert!(bench.router.decider().backends.circuit(handle).is_open);
     for end in [AttemptEnd::ClientLeft, AttemptEnd::NotRun] {
         let (_, attempt) = bench.start(&identity);
         attempt.end(end);
-        assert!(bench.router.backends.circuit(handle).is_open, "no verdict");
+        assert!(
+            bench.router.decider().backends.circuit(handle).is_open,
+            "no verdict"
+        );
     }
     let (_, mut attempt) = bench.start(&identity);
     attempt.first_byte();
-    assert!(!bench.router.backends.circuit(handle).is_open);
+    assert!(!bench.router.decider().backends.circuit(handle).is_open);
     attempt.end(AttemptEnd::Broken);
-    assert_eq!(bench.router.backends.circuit(handle).recent_failures, 0);
+    assert_eq!(
+        bench
+            .router
+            .decider()
+            .backends
+            .circuit(handle)
+            .recent_failures,
+        0
+    );
     bench.assert_quiet();
 }
 
@@ -213,19 +233,19 @@ fn labels_of_request_and_model_must_all_be_there() {
         bench.verdicts(&ask(&identity, &[])),
         only([true, false, true])
     );
-    let headers = select("tier=x");
+    let preferred = bench.preferences(&select("tier=x")).unwrap();
     let asked = RoutingRequest {
-        headers: Some(&headers),
+        labels: &preferred.labels,
         ..ask(&identity, &[])
     };
     assert_eq!(bench.verdicts(&asked), only([false, false, true]));
-    let headers = select("tier=x, zone = b");
+    let preferred = bench.preferences(&select("tier=x, zone = b")).unwrap();
     let none = RoutingRequest {
-        headers: Some(&headers),
+        labels: &preferred.labels,
         ..ask(&identity, &[])
     };
     assert_eq!(
-        bench.router.decide(&none).unwrap_err(),
+        bench.router.decider().decide(&none).unwrap_err(),
         RoutingRejection::NoneSelected
     );
     for bad in [
@@ -236,12 +256,12 @@ fn labels_of_request_and_model_must_all_be_there() {
         "a=1,b=2,c=3,d=4,e=5,f=6,g=7,h=8,i=9,j=1,k=2,l=3,m=4,n=5,o=6,p=7,q=8",
     ] {
         assert_eq!(
-            bench.router.check_select(&select(bad)),
-            Err(SelectRejection),
+            bench.preferences(&select(bad)),
+            Err(PreferenceRejection::Select(SelectRejection)),
             "{bad}"
         );
     }
-    assert_eq!(bench.router.check_select(&select("zone=")), Ok(()));
+    assert!(bench.preferences(&select("zone=")).is_ok());
 }
 
 #[test]
@@ -249,9 +269,11 @@ fn a_header_has_no_say_where_the_config_gives_it_none() {
     let bench = Bench::labelled(SelectSettings::default());
     let identity = bench.identify("hello");
     let headers = select("zone=c,nonsense");
-    assert_eq!(bench.router.check_select(&headers), Ok(()));
+    let preferred = bench.preferences(&headers).unwrap();
+    assert_eq!(preferred, RoutingPreferences::default());
     let asked = RoutingRequest {
         headers: Some(&headers),
+        labels: &preferred.labels,
         ..ask(&identity, &[])
     };
     assert_eq!(bench.verdicts(&asked), [FilterVerdict::Candidate; 3]);
@@ -362,8 +384,9 @@ fn a_model_has_its_own_policy_unless_the_request_names_one() {
     bench.admin(Command::PutPolicy(live.clone()));
     let mut headers = HeaderMap::new();
     headers.insert("x-quorate-policy", HeaderValue::from_static("cost"));
+    let preferred = bench.preferences(&headers).unwrap();
     let asked = RoutingRequest {
-        policy: bench.router.asked_policy(&headers).unwrap(),
+        policy: preferred.policy.as_deref(),
         ..ask(&identity, &[])
     };
     let explained = bench.router.explain(&asked);

@@ -11,7 +11,7 @@ struct Probes(SlotTable<Occupancy>);
 impl Probes {
     /// All have passed.
     fn of(bench: &Bench) -> Self {
-        let mut roster = SlotTable::new(Arc::clone(&bench.router.backends));
+        let mut roster = SlotTable::new(Arc::clone(&bench.router.decider().backends));
         roster.follow(bench.router.view.registry(), |stay, _| {
             stay.passed();
             stay
@@ -34,7 +34,10 @@ impl Bench {
     fn answer(&self, slots: &[u16]) {
         for slot in slots {
             let handle = self.port.log.lock().unwrap().handle(*slot);
-            self.router.backends.report_answer(handle, UserKey(1));
+            self.router
+                .decider()
+                .backends
+                .report_answer(handle, UserKey(1));
         }
     }
 
@@ -52,7 +55,7 @@ impl Bench {
 
     fn panicking(&self) -> std::collections::BTreeSet<String> {
         let registry = self.router.view.registry();
-        self.router.backends.panicking(&registry)
+        self.router.decider().backends.panicking(&registry)
     }
 
     fn is_panic(&self) -> bool {
@@ -123,7 +126,11 @@ async fn an_answer_speaks_for_a_backend_for_a_while_and_until_it_cannot_be_reach
     tokio::time::advance(Duration::from_secs(2)).await;
     assert_eq!(bench.candidates(), [false, true]);
     let handle = bench.port.log.lock().unwrap().handle(1);
-    bench.router.backends.report_no_answer(handle, None);
+    bench
+        .router
+        .decider()
+        .backends
+        .report_no_answer(handle, None);
     assert_eq!(bench.candidates(), [false, false]);
     let identity = bench.identify("hello");
     assert_eq!(
@@ -141,7 +148,11 @@ fn circuits_hold_while_probes_are_doubted() {
     let handle = bench.port.log.lock().unwrap().handle(2);
     for user in 0..6 {
         let user = Some(UserKey(user));
-        bench.router.backends.report_no_answer(handle, user);
+        bench
+            .router
+            .decider()
+            .backends
+            .report_no_answer(handle, user);
     }
     let identity = bench.identify("hello");
     let verdicts = bench.verdicts(&ask(&identity, &[]));

@@ -1,6 +1,6 @@
 //! What is gathered for the policies that look at more than blocks and load, and which one decides.
 
-use super::super::{POLICY, PolicyRejection};
+use super::super::POLICY;
 use super::*;
 
 #[test]
@@ -20,7 +20,7 @@ fn a_session_keeps_its_backend_and_moves_with_nobody() {
                 request_id,
                 ..ask(&identity, &[])
             };
-            bench.router.decide(&ask).unwrap()
+            bench.router.decider().decide(&ask).unwrap()
         };
         let home = decide("r-1");
         assert_eq!(home.reason, Reason::Session);
@@ -62,9 +62,9 @@ fn vtc_basic_sees_what_users_used_and_only_while_it_decides() {
     attempt.usage(usage(3000, Some(1000), 500));
     attempt.end(AttemptEnd::Finished);
     bench.flush();
-    let of = |user| {
+    let of = |user: &str| {
         let ask = RoutingRequest {
-            user,
+            user: &UserName::bounded(user),
             ..ask(&identity, &[])
         };
         bench.router.explain(&ask)
@@ -95,23 +95,27 @@ fn a_request_may_ask_for_another_policy() {
     };
     for policy in PolicyConfig::defaults() {
         let headers = headers(policy.name());
-        let asked = bench.router.asked_policy(&headers).unwrap();
-        assert_eq!(asked, Some(&policy));
+        let preferred = bench.preferences(&headers).unwrap();
+        assert_eq!(preferred.policy.as_deref(), Some(&policy));
         let ask = RoutingRequest {
             headers: Some(&headers),
-            policy: asked,
+            policy: preferred.policy.as_deref(),
             ..ask(&identity, &[])
         };
-        assert_eq!(bench.router.decide(&ask).unwrap().policy, policy.name());
+        assert_eq!(
+            bench.router.decider().decide(&ask).unwrap().policy,
+            policy.name()
+        );
         let explanation = bench.router.explain(&ask);
         assert_eq!(explanation.policy, policy);
         assert!(explanation.backends.iter().all(|it| it.would_be.is_some()));
     }
     assert_eq!(
-        bench.router.asked_policy(&headers("magic")),
-        Err(PolicyRejection)
+        bench.preferences(&headers("magic")),
+        Err(PreferenceRejection::Policy)
     );
-    assert_eq!(bench.router.asked_policy(&http::HeaderMap::new()), Ok(None));
+    let none = bench.preferences(&http::HeaderMap::new());
+    assert_eq!(none, Ok(RoutingPreferences::default()));
 }
 
 #[test]

@@ -6,6 +6,7 @@ impl Bench {
     /// Tells what is summed up, worth it or not, and applies it.
     fn tell(&self) {
         self.router
+            .dispatcher()
             .tell_samples(Instant::now() + Duration::from_secs(60));
         self.flush();
     }
@@ -86,9 +87,11 @@ fn a_sample_waits_until_it_is_worth_its_place() {
     let finish = |excluded: &[Slot]| {
         let decision = bench.decide(&identity, excluded).unwrap();
         let asked = ask(&identity, excluded);
-        let mut attempt = bench
-            .router
-            .dispatch(&decision, &asked, DispatchTerms::default());
+        let mut attempt =
+            bench
+                .router
+                .dispatcher()
+                .dispatch(&decision, &asked, DispatchTerms::default());
         attempt.usage(usage(3, Some(0), 2));
         attempt.end(AttemptEnd::Finished);
     };
@@ -97,9 +100,9 @@ fn a_sample_waits_until_it_is_worth_its_place() {
     }
     finish(&[Slot(0)]);
     let now = Instant::now();
-    assert!(bench.router.samples.take(now).is_empty());
+    assert!(bench.router.dispatcher().samples.take(now).is_empty());
     finish(&[Slot(1)]);
-    let taken = bench.router.samples.take(now);
+    let taken = bench.router.dispatcher().samples.take(now);
     assert_eq!(taken.len(), 1);
     assert_eq!((taken[0].ended, taken[0].prompt_tokens), (8, 24));
     assert_eq!(
@@ -107,7 +110,11 @@ fn a_sample_waits_until_it_is_worth_its_place() {
         (8 * 5, 8 * 25)
     );
     let later = now + Duration::from_secs(6);
-    assert_eq!(bench.router.samples.take(later).len(), 1, "however few");
+    assert_eq!(
+        bench.router.dispatcher().samples.take(later).len(),
+        1,
+        "however few"
+    );
 }
 
 #[test]

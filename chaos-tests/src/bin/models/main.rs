@@ -23,7 +23,7 @@ mod engine;
 mod health;
 #[path = "../../../../api/src/routing/load.rs"]
 mod load;
-#[path = "../../../../api/src/routing/overlay.rs"]
+#[path = "../../../../api/src/routing/outbox/overlay.rs"]
 mod overlay;
 #[path = "../../../../api/src/backends/text.rs"]
 mod text;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use api::admission::AdmissionRequest;
 use api::prompt::{ParsedBody, Prompt, PromptIdentity, ReplyShape};
-use api::routing::{Attempt, AttemptEnd, Decision, Router, RoutingRequest, Usage};
+use api::routing::{Attempt, AttemptEnd, Decision, RoutingRequest, Usage, UserName};
 use lab::rng::Rng;
 use state::ids::Slot;
 use xxhash_rust::xxh3::xxh3_64;
@@ -30,7 +30,7 @@ const TOKEN_BYTES: usize = 4;
 /// A request.
 pub(super) struct ChatRequest {
     pub(super) model: &'static str,
-    pub(super) user: String,
+    pub(super) user: UserName,
     pub(super) id: String,
     pub(super) identity: PromptIdentity,
     pub(super) tokens_max: Option<u32>,
@@ -38,7 +38,7 @@ pub(super) struct ChatRequest {
 }
 
 impl AdmissionRequest for ChatRequest {
-    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+    fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
         RoutingRequest {
             model: self.model,
             identity: &self.identity,
@@ -46,6 +46,7 @@ impl AdmissionRequest for ChatRequest {
             user: &self.user,
             headers: None,
             policy: None,
+            labels: &[],
             excluded,
         }
     }
@@ -168,7 +169,7 @@ async fn request(
 ) -> (u64, &'static str) {
     let request = Arc::new(ChatRequest {
         model: chat.model,
-        user: chat.user.clone(),
+        user: UserName::bounded(&chat.user),
         identity: desk.router().reader().identify(&chat.parsed()),
         id,
         tokens_max: (rng.below(2) == 0).then(|| rng.within(1, 100)),
@@ -247,9 +248,11 @@ pub(super) fn called(desk: &ReplicaHandles, request: &ChatRequest) -> HistoryId 
         output: OUTPUT_TOKENS_MAX,
     };
     let (run, now_us) = (desk.run, desk.now_us());
-    desk.scene
-        .ledger
-        .with(|record| record.history.request(run, &request.user, now_us, most))
+    desk.scene.ledger.with(|record| {
+        record
+            .history
+            .request(run, request.user.as_str(), now_us, most)
+    })
 }
 
 /// A request reaches an engine, which may publish something of it.

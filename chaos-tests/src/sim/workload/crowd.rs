@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::routing::{Attempt, AttemptEnd, HiddenOutput, Usage};
+use api::routing::{Attempt, AttemptEnd, HiddenOutput, Usage, UserName};
 use lab::rng::Rng;
 use tokio::time::{Instant, sleep};
 
@@ -194,7 +194,7 @@ impl CrowdClient<'_> {
         let (desk, until) = (self.desk, Instant::now() + self.patience);
         let request = Arc::new(ChatRequest {
             model: chat.model,
-            user: chat.user.clone(),
+            user: UserName::bounded(&chat.user),
             identity: desk.router().reader().identify(&chat.parsed()),
             id,
             tokens_max: Some(self.manner.tokens(rng)),

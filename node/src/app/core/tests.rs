@@ -8,7 +8,7 @@ use api::admission::{AdmissionRequest, Admitted};
 use api::backends::{Fault, Occupancy, SlotTable};
 use api::ports::BoxFuture;
 use api::prompt::{PromptIdentity, parse};
-use api::routing::{Attempt, AttemptEnd, RoutingRequest, Usage};
+use api::routing::{Attempt, AttemptEnd, RoutingRequest, Usage, UserName};
 use lab::rng::Rng;
 use raft::{MemoryDisk, PeerChannel, PeerService};
 use state::admission::{AdmissionSettings, Concurrency};
@@ -65,11 +65,11 @@ impl Witness for Heard {
 struct Chat {
     identity: PromptIdentity,
     id: String,
-    user: String,
+    user: UserName,
 }
 
 impl AdmissionRequest for Chat {
-    fn ask<'a>(&'a self, _router: &'a Router, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+    fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
         RoutingRequest {
             model: "m",
             identity: &self.identity,
@@ -77,6 +77,7 @@ impl AdmissionRequest for Chat {
             user: &self.user,
             headers: None,
             policy: None,
+            labels: &[],
             excluded,
         }
     }
@@ -151,7 +152,7 @@ fn chat(core: &ReplicaCore, rng: &mut Rng, number: u64) -> Arc<Chat> {
     Arc::new(Chat {
         identity: core.router().reader().identify(&parsed),
         id: format!("request-{number}"),
-        user: format!("user-{}", rng.below(3)),
+        user: UserName::bounded(format!("user-{}", rng.below(3))),
     })
 }
 

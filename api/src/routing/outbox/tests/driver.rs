@@ -3,13 +3,13 @@
 use super::*;
 
 fn driver<'a>(
-    desk: &'a SharedOutbox,
+    outbox: &'a SharedOutbox,
     port: &'a Port,
     applied: &'a (dyn Fn() -> LogIndex + Send + Sync),
 ) -> OutboxDriver<'a> {
     let flush_interval = OutboxSettings::default().flush_interval;
     OutboxDriver {
-        desk,
+        outbox,
         propose: port,
         applied,
         metrics: DriverMetrics::default(),

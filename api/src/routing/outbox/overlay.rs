@@ -1,5 +1,5 @@
 //! The overlay: blocks that this replica has routed but the log has not applied yet, so that its
-//! own next decision sees them.
+//! own next decision sees them. Everybody may read it; only the outbox writes it.
 //!
 //! A pending run of blocks is found by its first hash. That suffices: a hash names the whole prefix
 //! before it, the run begins where the backend's applied (or pending) prefix ended when it was
@@ -168,7 +168,8 @@ impl Overlay {
     }
 
     /// Runs pending.
-    pub(super) fn len(&self) -> usize {
+    #[must_use]
+    pub fn len(&self) -> usize {
         self.count.load(Relaxed)
     }
 }

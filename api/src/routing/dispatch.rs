@@ -1,0 +1,147 @@
+//! Dispatching and accounting: everything that routing writes.
+//!
+//! A [`Dispatcher`] counts requests in the load table, tells the outbox of leases and charges, and sums
+//! up what attempts show of backends and output lengths. What one dispatch holds until its end is an
+//! [`Attempt`](super::Attempt).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use state::StateView;
+use state::admission::AdmissionSettings;
+use state::command::{Charge, Item};
+use state::ids::{AttemptId, ModelKey, SessionId, UserKey};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::fleet::Fleet;
+use super::lengths::OutputLengths;
+use super::load::LoadTable;
+use super::outbox::{Overlay, SharedOutbox};
+use super::priced::{LargestRequest, PricedTotal};
+use super::samples::ServiceSamples;
+use crate::backends::Backends;
+use crate::user_name::UserName;
+
+/// How often samples and lengths are told to the log.
+const TELL_EVERY: Duration = Duration::from_secs(1);
+
+/// Dispatches requests and accounts for them. One per replica.
+pub struct Dispatcher {
+    pub(super) view: Arc<StateView>,
+    /// Hears how requests were answered.
+    pub(super) backends: Arc<Backends>,
+    pub(super) fleet: Arc<Fleet>,
+    pub(super) load: Arc<LoadTable>,
+    pub(super) outbox: Arc<SharedOutbox>,
+    /// Read only: what the outbox has queued.
+    pub(super) overlay: Arc<Overlay>,
+    /// This replica's run.
+    pub(super) session: SessionId,
+    pub(super) last_attempt: AtomicU64,
+    pub(super) samples: ServiceSamples,
+    pub(super) lengths: OutputLengths,
+    pub(super) priced: PricedTotal,
+}
+
+impl Dispatcher {
+    /// A request of this user waits from here on, until [`Dispatcher::end_wait`]: a user who waits is
+    /// not idle. Returns whom the request is charged to.
+    #[must_use]
+    pub fn begin_wait(&self, user: &UserName) -> UserKey {
+        let registry = self.view.registry();
+        self.outbox.with(|outbox| {
+            outbox.follow_restore(registry.restored);
+            let user = outbox.payer(registry.hash_seed, user.as_str());
+            outbox.charge(Charge {
+                user,
+                queued: 1,
+                ..Charge::default()
+            });
+            user
+        })
+    }
+
+    /// A request of this user waits no more, whichever way.
+    pub fn end_wait(&self, user: UserKey) {
+        let charge = Charge {
+            user,
+            dequeued: 1,
+            ..Charge::default()
+        };
+        self.outbox.with(|outbox| outbox.charge(charge));
+    }
+
+    /// What `user` was charged here and the state does not show yet.
+    #[must_use]
+    pub fn unapplied(&self, user: UserKey) -> Charge {
+        self.outbox.unapplied(user, self.view.applied())
+    }
+
+    /// Gives a user credit for priced tokens that were charged and not used.
+    pub fn credit(&self, user: UserKey, tokens: u64) {
+        let credit = |outbox: &mut super::Outbox| outbox.ledger.credit(user, tokens);
+        self.outbox.with(credit);
+    }
+
+    /// Priced tokens charged here since the start.
+    #[must_use]
+    pub fn priced_tokens(&self) -> u64 {
+        self.priced.all()
+    }
+
+    /// Price of the largest request that ended here since [`Dispatcher::take_largest_request`].
+    #[must_use]
+    pub fn largest_request(&self) -> LargestRequest {
+        self.priced.largest()
+    }
+
+    /// The same; looks for a new one from here on.
+    pub fn take_largest_request(&self) -> LargestRequest {
+        self.priced.take_largest()
+    }
+
+    /// Tells the log what attempts show of the backends and of output lengths, until `stop`.
+    pub async fn run_samples(&self, stop: CancellationToken) {
+        let mut ticks = tokio::time::interval(TELL_EVERY);
+        while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+            self.tell_samples(Instant::now());
+            self.tell_lengths();
+        }
+    }
+
+    /// Queues the samples that are worth it at `now`. One that there is no room for is lost: what
+    /// it says will be said again.
+    pub fn tell_samples(&self, now: Instant) {
+        for sample in self.samples.take(now) {
+            self.outbox.note(Item::ObserveService(Box::new(sample)));
+        }
+    }
+
+    /// Queues the output lengths for the log. Those that there is no room for are lost: others like
+    /// them will come.
+    pub fn tell_lengths(&self) {
+        for ((user, model), tokens) in self.lengths.take() {
+            self.outbox.note(Item::ObserveOutputs {
+                user,
+                model,
+                tokens,
+            });
+        }
+    }
+
+    /// A request ended with so many output tokens.
+    pub(super) fn ended_with(&self, user: UserKey, model: ModelKey, tokens: u64) {
+        let registry = self.view.registry();
+        let settings = registry.admission.as_ref();
+        if settings.is_some_and(AdmissionSettings::wants_outputs) {
+            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+            self.lengths.add(user, model, tokens);
+        }
+    }
+
+    pub(super) fn next_attempt(&self) -> AttemptId {
+        AttemptId(self.last_attempt.fetch_add(1, Relaxed) + 1)
+    }
+}

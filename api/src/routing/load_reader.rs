@@ -1,0 +1,38 @@
+//! The load table for those who only read it: a decision counts no request in.
+
+use std::sync::Arc;
+
+use state::ids::BackendRef;
+use tokio::time::Instant;
+
+use super::load::{Load, LoadTable};
+
+/// Reads a [`LoadTable`].
+pub(super) struct LoadReader(Arc<LoadTable>);
+
+impl LoadReader {
+    pub(super) fn of(table: &Arc<LoadTable>) -> Self {
+        Self(Arc::clone(table))
+    }
+
+    /// As [`LoadTable::here`].
+    pub(super) fn here(&self, backend: BackendRef) -> Load {
+        self.0.here(backend)
+    }
+
+    /// As [`LoadTable::cluster`].
+    pub(super) fn cluster(&self, backend: BackendRef, now: Instant) -> Load {
+        self.0.cluster(backend, now)
+    }
+
+    /// As [`LoadTable::add_each`].
+    pub(super) fn add_each(
+        &self,
+        now: Instant,
+        count: usize,
+        backend: impl Fn(usize) -> BackendRef,
+        add: impl FnMut(usize, Load),
+    ) {
+        self.0.add_each(now, count, backend, add);
+    }
+}
