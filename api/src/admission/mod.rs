@@ -163,18 +163,17 @@ impl Admission {
         candidate: &Arc<C>,
         excluded: &[Slot],
     ) -> Result<Admitted, AdmissionRejection> {
+        let ask = candidate.ask(excluded);
         if excluded.is_empty() {
-            let user = candidate.ask(&[]).user;
-            self.check_quota(user).map_err(|over| {
+            self.check_quota(ask.user).map_err(|over| {
                 self.metrics.left(LeaveReason::OverLimit);
                 AdmissionRejection::OverLimit(over)
             })?;
         }
         let may_go = !self.is_contended.load(Ordering::Acquire)
             || !excluded.is_empty()
-            || self.is_free(candidate.ask(&[]).model);
+            || self.is_free(ask.model);
         if may_go && !self.is_batching() {
-            let ask = candidate.ask(excluded);
             match self.router.decider().decide(&ask) {
                 Ok(decision) => {
                     return Ok(self.dispatch(decision, &**candidate, None));

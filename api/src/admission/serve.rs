@@ -279,8 +279,8 @@ impl Admission {
             .front()
             .is_some_and(|ticket| is_over(line, ticket))
         {
-            let entry = line.again.pop_front();
-            if let Some(entry) = entry.and_then(|ticket| line.entries.remove(&ticket)) {
+            let ticket = line.again.pop_front();
+            if let Some(entry) = ticket.and_then(|ticket| line.entries.remove(&ticket)) {
                 self.refuse(entry, too_long, LeaveReason::WaitedTooLong);
             }
         }

@@ -28,12 +28,12 @@ use super::metrics::InFlightGuard;
 use super::outbox::Outbox;
 use super::predictions::Prediction;
 use super::priced::LargestRequest;
+use super::prompt_size::PromptSize;
 use super::reply::ReplyChain;
 use super::samples::{AttemptTimer, EndedRequest, RunningRequests};
 use super::{AttemptEnd, Decision, RoutingRequest, Usage};
 use crate::backends::HalfOpenProbe;
 use crate::planted::{self, Bug};
-use crate::prompt::{PromptIdentity, TokenRatio};
 
 /// Output tokens reported but not charged at most, while the answer streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
@@ -87,57 +87,6 @@ pub struct DispatchTerms {
     pub granted_tokens: Option<u64>,
 }
 
-/// A prompt's size as far as known before an engine counts it.
-struct PromptSize {
-    /// 0 where they tell nothing of the tokens: token ids, batches.
-    bytes: u64,
-    tokens: u64,
-    /// Of these, believed cached.
-    predicted: u64,
-    /// Whether these are charged as cached where the engine does not tell: not where blocks that hash
-    /// alike can be written down.
-    is_believed: bool,
-    /// Of one block.
-    block_tokens: u32,
-    ratio: TokenRatio,
-}
-
-impl PromptSize {
-    fn of(identity: &PromptIdentity, matched: u32, registry: &Registry) -> Self {
-        let (tail, matched) = (&identity.tail, matched as usize);
-        let tokens = u64::from(identity.tokens);
-        let predicted = match tail.block_bytes {
-            0 => matched as u64 * u64::from(tail.tokens_per_block),
-            block_bytes => u64::from(tail.ratio.tokens(matched * block_bytes)),
-        };
-        Self {
-            bytes: match tail.is_partial {
-                true => 0,
-                false => (identity.chain.len() * tail.block_bytes + tail.bytes.len()) as u64,
-            },
-            tokens,
-            predicted: predicted.min(tokens),
-            is_believed: registry.hash_secret.is_some(),
-            block_tokens: tail.tokens_per_block,
-            ratio: tail.ratio.clone(),
-        }
-    }
-
-    /// The believed share of so many tokens, once they are counted: where a text's tokens were
-    /// estimated, the estimate's fault is not the prediction's.
-    fn predicted_of(&self, prompt_tokens: u64) -> u64 {
-        let predicted = match self.bytes {
-            0 => self.predicted,
-            _ => {
-                let share = u128::from(self.predicted) * u128::from(prompt_tokens);
-                let share = share / u128::from(self.tokens.max(1));
-                u64::try_from(share).unwrap_or(u64::MAX)
-            }
-        };
-        predicted.min(prompt_tokens)
-    }
-}
-
 /// What tokens cost, and which of them are charged.
 pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
     let settings = registry.admission.as_ref();
@@ -181,18 +130,7 @@ impl Dispatcher {
         let (user, advance) = self.outbox.with(|outbox| {
             outbox.follow_restore(registry.restored);
             let user = outbox.payer(hash_seed, ask.user.as_str());
-            let (advance, ahead) = match terms.granted_tokens {
-                Some(tokens) => {
-                    let advance = CreditLedger::open_granted(tokens, &estimate, &pricing);
-                    (advance, Charge::default())
-                }
-                None => outbox.ledger.open(user, &estimate, &pricing),
-            };
-            let charge = Charge {
-                user,
-                started: 1,
-                ..ahead
-            };
+            let (advance, charge) = started(outbox, user, &estimate, &pricing, terms);
             self.priced.add(pricing.due(&charge));
             outbox.charge(charge);
             outbox.acquire(id, backend, &identity.chain, held);
@@ -416,6 +354,29 @@ impl Drop for Attempt {
     fn drop(&mut self) {
         self.close(AttemptEnd::ClientLeft);
     }
+}
+
+/// What a dispatch is charged ahead for its `estimate`. A grant has charged for its own in the log.
+fn started(
+    outbox: &mut Outbox,
+    user: UserKey,
+    estimate: &TokenDelta,
+    pricing: &Pricing,
+    terms: DispatchTerms,
+) -> (Advance, Charge) {
+    let (advance, ahead) = match terms.granted_tokens {
+        Some(tokens) => {
+            let advance = CreditLedger::open_granted(tokens, estimate, pricing);
+            (advance, Charge::default())
+        }
+        None => outbox.ledger.open(user, estimate, pricing),
+    };
+    let charge = Charge {
+        user,
+        started: 1,
+        ..ahead
+    };
+    (advance, charge)
 }
 
 /// A charge without tokens.

@@ -155,11 +155,13 @@ impl Decider {
 
     /// Adds the load of this replica and its peers.
     pub(super) fn weigh(&self, fleet: &RoutingTable, now: Instant, scratch: &mut DecisionScratch) {
-        let mut candidates = std::mem::take(&mut scratch.candidates);
+        let DecisionScratch {
+            candidates, places, ..
+        } = scratch;
         self.load.add_each(
             now,
             candidates.len(),
-            |i| scratch.handle(fleet, i),
+            |i| fleet.registry.backends[places[i]].handle,
             |i, load| {
                 let candidate = &mut candidates[i];
                 candidate.running = candidate.running.saturating_add(load.running);
@@ -168,7 +170,6 @@ impl Decider {
                     .saturating_add(load.pending_prefill_tokens);
             },
         );
-        scratch.candidates = candidates;
     }
 
     /// Adds what only some policies look at.

@@ -111,10 +111,6 @@ impl DecisionScratch {
         self.tally = FilterCounts::default();
     }
 
-    pub(super) fn handle(&self, fleet: &RoutingTable, i: usize) -> BackendRef {
-        fleet.registry.backends[self.places[i]].handle
-    }
-
     /// The chosen backend's place in the registry.
     pub(super) fn place(&self, choice: Choice) -> usize {
         let found = self

@@ -31,6 +31,7 @@ mod panic;
 mod predictions;
 mod preferences;
 mod priced;
+mod prompt_size;
 mod reply;
 mod room;
 mod samples;
