@@ -60,6 +60,8 @@ mod types;
 mod wire;
 
 #[cfg(test)]
+extern crate self as raft;
+#[cfg(test)]
 mod testing;
 
 pub use determinism::{random, watch};

@@ -1,18 +1,23 @@
-//! Shared by the unit tests: entries, a machine that records its commands, and replicas that drive
-//! it.
+//! Shared by the unit tests: entries, and replicas that drive the machine of the integration tests.
+
+#[path = "../tests/common/journal.rs"]
+#[allow(
+    dead_code,
+    unreachable_pub,
+    reason = "shared with the integration tests"
+)]
+mod journal;
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::net::TcpListener;
 
-use crate::machine::{
-    CheckCommand, FrozenMachine, PeerHandler, SnapshotError, StateMachine, StopReplicaError,
-};
+pub(crate) use self::journal::Journal;
+use crate::machine::PeerHandler;
 use crate::memory::MemoryDisk;
 use crate::net::{Tcp, Transport};
 use crate::options::{Formation, Peers, ReplicaOptions};
@@ -69,64 +74,6 @@ pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Repli
         snapshot_every_bytes: 1 << 20,
         storage: Storage::Memory(disk.clone()),
     };
-    let replica = Replica::start(
-        options,
-        Arc::new(tcp),
-        RecordingMachine::default(),
-        Arc::new(Deaf),
-    );
+    let replica = Replica::start(options, Arc::new(tcp), Journal::default(), Arc::new(Deaf));
     (replica.await.unwrap(), disk)
-}
-
-/// Commands in the order they were applied. Clones share them.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct RecordingMachine(pub(crate) Arc<Mutex<Vec<Vec<u8>>>>);
-
-struct FrozenRecorder(Vec<Vec<u8>>);
-
-impl StateMachine for RecordingMachine {
-    fn check(&self) -> CheckCommand {
-        Arc::new(|command, _| match command {
-            b"poison" => Err("poison is no command".to_owned()),
-            _ => Ok(()),
-        })
-    }
-
-    fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplicaError> {
-        self.0.lock().unwrap().push(command.to_vec());
-        Ok(index.to_le_bytes().to_vec())
-    }
-
-    fn skip(&mut self, _index: u64) {}
-
-    fn freeze(&self) -> Box<dyn FrozenMachine> {
-        Box::new(FrozenRecorder(self.0.lock().unwrap().clone()))
-    }
-
-    fn restore(&mut self, snapshot: &mut dyn Read) -> Result<(), SnapshotError> {
-        let corrupt = |error: std::io::Error| SnapshotError(error.to_string());
-        let mut commands = Vec::new();
-        let mut length = [0; 4];
-        let mut bytes = Vec::new();
-        snapshot.read_to_end(&mut bytes).map_err(corrupt)?;
-        let mut rest = &bytes[..];
-        while !rest.is_empty() {
-            rest.read_exact(&mut length).map_err(corrupt)?;
-            let mut command = vec![0; u32::from_le_bytes(length) as usize];
-            rest.read_exact(&mut command).map_err(corrupt)?;
-            commands.push(command);
-        }
-        *self.0.lock().unwrap() = commands;
-        Ok(())
-    }
-}
-
-impl FrozenMachine for FrozenRecorder {
-    fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
-        for command in &self.0 {
-            out.write_all(&(command.len() as u32).to_le_bytes())?;
-            out.write_all(command)?;
-        }
-        Ok(())
-    }
 }

@@ -10,7 +10,7 @@ use crate::adapter::StateMachineAdapter;
 use crate::memory::{DiskShortage, MemoryDisk};
 use crate::snapshot::SnapshotFolder;
 use crate::storage::Storage;
-use crate::testing::{RecordingMachine, entries};
+use crate::testing::{Journal, entries};
 use crate::types;
 
 struct Builder {
@@ -31,7 +31,7 @@ impl StoreBuilder<Config, LogStore, StateMachineAdapter, TempDir> for Builder {
         let layout = Layout::new(folder.path());
         let snapshots = SnapshotFolder::open(layout.files.clone(), layout.snapshots()).unwrap();
         let host = StateMachineAdapter::open(
-            Box::new(RecordingMachine::default()),
+            Box::new(Journal::default()),
             snapshots,
             storage.blocking(),
             FatalError::new(),

@@ -56,8 +56,6 @@ pub(crate) struct PartReader {
     pub(crate) meta: SnapshotMeta,
     /// The first part; `None` once it was returned.
     start: Option<proto::SnapshotStart>,
-    chunks: u64,
-    bytes: u64,
     is_ended: bool,
 }
 
@@ -71,8 +69,6 @@ impl PartReader {
             reader,
             meta,
             start: Some(start),
-            chunks: 0,
-            bytes: 0,
             is_ended: false,
         })
     }
@@ -89,13 +85,10 @@ impl PartReader {
         let chunk = self.reader.next_chunk()?;
         if chunk.is_empty() {
             self.is_ended = true;
-            return some(proto::snapshot_part::Part::End(proto::SnapshotEnd {
-                chunks: self.chunks,
-                bytes: self.bytes,
-            }));
+            let (chunks, bytes) = self.reader.read_so_far();
+            let end = proto::SnapshotEnd { chunks, bytes };
+            return some(proto::snapshot_part::Part::End(end));
         }
-        self.chunks += 1;
-        self.bytes += chunk.len() as u64;
         let crc = crc32fast::hash(chunk);
         let bytes = chunk.to_vec().into();
         some(proto::snapshot_part::Part::Chunk(proto::SnapshotChunk {

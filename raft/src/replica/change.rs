@@ -115,7 +115,7 @@ impl ReplicaInner {
     /// Takes the second step, unless a call here is about to.
     async fn finish_change(&self) -> bool {
         let _alone = self.changing.lock().await;
-        let is_halfway = is_halfway(&self.raft.metrics().borrow_watched());
+        let is_halfway = self.with_metrics(is_halfway);
         if !is_halfway {
             return true;
         }
@@ -463,19 +463,14 @@ impl ReplicaInner {
     }
 
     pub(super) fn node(&self, id: u64) -> Option<Node> {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow_watched();
-        metrics
-            .membership_config
-            .membership()
-            .get_node(&id)
-            .cloned()
+        self.with_metrics(|metrics| {
+            let membership = metrics.membership_config.membership();
+            membership.get_node(&id).cloned()
+        })
     }
 
     pub(super) fn voters(&self) -> BTreeSet<u64> {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow_watched();
-        metrics.membership_config.voter_ids().collect()
+        self.with_metrics(|metrics| metrics.membership_config.voter_ids().collect())
     }
 
     /// The other voter with the longest log, of those heard lately: a dead one cannot take over.

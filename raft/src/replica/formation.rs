@@ -22,7 +22,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
-use openraft::async_runtime::WatchReceiver;
 
 use super::ReplicaInner;
 use super::introduction::INFO_TIMEOUT;
@@ -379,10 +378,11 @@ impl ReplicaInner {
 
     /// Whether this replica is in the newest membership known to be committed.
     fn is_agreed_member(&self) -> bool {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow_watched();
-        let agreed = metrics.committed_membership_config.membership();
-        agreed.get_node(&self.links.identity.id).is_some()
+        let id = self.links.identity.id;
+        self.with_metrics(|metrics| {
+            let committed = metrics.committed_membership_config.membership();
+            committed.get_node(&id).is_some()
+        })
     }
 
     fn wanted_vote(&self) -> Option<Change> {

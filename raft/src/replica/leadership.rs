@@ -10,7 +10,6 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use openraft::ServerState;
-use openraft::async_runtime::WatchReceiver;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use super::ReplicaInner;
@@ -95,16 +94,12 @@ impl ReplicaInner {
 
     /// The voter that should lead in place of this replica, if it leads; none while voters change.
     fn better_leader(&self) -> Option<u64> {
-        let voters = {
-            let metrics = self.raft.metrics();
-            let metrics = metrics.borrow_watched();
+        let voters = self.with_metrics(|metrics| {
             let membership = metrics.membership_config.membership();
             let is_settled = membership.get_joint_config().len() == 1;
-            if metrics.state != ServerState::Leader || !is_settled {
-                return None;
-            }
-            membership.voter_ids().collect()
-        };
+            let leads = metrics.state == ServerState::Leader;
+            (leads && is_settled).then(|| membership.voter_ids().collect())
+        })?;
         let (me, reachability) = (self.links.identity.id, &self.links.reachability);
         better_leader(me, &voters, &reachability.hears(), &reachability.reports())
     }

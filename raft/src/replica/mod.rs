@@ -46,7 +46,7 @@ use crate::net::{Network, PeerLinks, Transport};
 use crate::options::{Formation, Peers, ReplicaOptions};
 use crate::snapshot::SnapshotFolder;
 use crate::status::{Role, Status};
-use crate::types::shown;
+use crate::types::{Metrics, shown};
 
 /// Longest wait for tasks and connections to end.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -267,9 +267,12 @@ impl ReplicaInner {
 
     /// Whether it knows a membership.
     pub(crate) fn is_member(&self) -> bool {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow_watched();
-        metrics.membership_config.nodes().next().is_some()
+        self.with_metrics(|metrics| metrics.membership_config.nodes().next().is_some())
+    }
+
+    /// Looks at Raft's latest metrics, which are locked meanwhile.
+    pub(crate) fn with_metrics<T>(&self, look: impl FnOnce(&Metrics) -> T) -> T {
+        look(&self.raft.metrics().borrow_watched())
     }
 
     /// Stops everything. Idempotent.

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use openraft::ReadPolicy;
-use openraft::async_runtime::WatchReceiver;
 use openraft::errors::{ClientWriteError, RaftError};
 use tokio::time::{Instant, timeout_at};
 use tonic::Code;
@@ -223,9 +222,7 @@ impl ReplicaInner {
 
     /// The leader this replica follows or is.
     pub(super) fn leader(&self) -> Option<u64> {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow_watched();
-        metrics.current_leader
+        self.with_metrics(|metrics| metrics.current_leader)
     }
 }
 

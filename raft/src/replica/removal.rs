@@ -9,10 +9,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use openraft::async_runtime::WatchReceiver;
 use tokio::time::MissedTickBehavior;
 
 use super::ReplicaInner;
+use crate::types::shown;
 use crate::wire;
 
 /// Time between two looks.
@@ -37,24 +37,23 @@ impl ReplicaInner {
     /// The newest membership known to be committed: its log index and its members. One that is not
     /// committed yet may never be.
     pub(crate) fn membership(&self) -> (u64, Vec<u64>) {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow_watched();
-        let stored = &metrics.committed_membership_config;
-        let index = stored.log_id().map_or(0, |log_id| log_id.index + 1);
-        (index, stored.nodes().map(|(id, _)| *id).collect())
+        self.with_metrics(|metrics| {
+            let stored = &metrics.committed_membership_config;
+            let members = stored.nodes().map(|(id, _)| *id);
+            (shown(stored.log_id().as_ref()), members.collect())
+        })
     }
 
     /// The newest membership here, committed or not: its log index and the addresses of the others.
     fn others(&self) -> (u64, Vec<String>) {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow_watched();
-        let stored = &metrics.membership_config;
-        let index = stored.log_id().map_or(0, |log_id| log_id.index + 1);
-        let others = stored
-            .nodes()
-            .filter(|(id, _)| **id != self.links.identity.id)
-            .map(|(_, node)| node.address.clone());
-        (index, others.collect())
+        self.with_metrics(|metrics| {
+            let stored = &metrics.membership_config;
+            let others = stored
+                .nodes()
+                .filter(|(id, _)| **id != self.links.identity.id)
+                .map(|(_, node)| node.address.clone());
+            (shown(stored.log_id().as_ref()), others.collect())
+        })
     }
 
     async fn is_told_removed(&self) -> bool {

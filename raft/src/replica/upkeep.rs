@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use openraft::Instant as _;
 use openraft::ServerState;
-use openraft::async_runtime::WatchReceiver;
 
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
@@ -104,11 +103,7 @@ impl ReplicaInner {
 
     /// Updates everything that follows from Raft's metrics.
     pub(super) fn refresh(&self) {
-        let metrics = {
-            let receiver = self.raft.metrics();
-            let metrics = receiver.borrow_watched();
-            metrics.clone()
-        };
+        let metrics = self.with_metrics(Metrics::clone);
         let membership = metrics.membership_config.membership();
         for (id, node) in membership.nodes() {
             self.links.learn(*id, node);
@@ -197,9 +192,9 @@ impl ReplicaInner {
 
     /// Whether this replica leads and has applied an entry of its own term.
     pub(super) fn has_applied_own_term(&self) -> bool {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow_watched();
-        metrics.state == ServerState::Leader && self.is_caught_up(&metrics)
+        self.with_metrics(|metrics| {
+            metrics.state == ServerState::Leader && self.is_caught_up(metrics)
+        })
     }
 
     /// A leader has caught up once it has applied an entry of its own term: that covers all before

@@ -66,6 +66,11 @@ impl SnapshotReader {
         Ok(&self.chunk)
     }
 
+    /// How many chunks were read, and how many bytes they had.
+    pub(crate) fn read_so_far(&self) -> (u64, u64) {
+        (self.chunks, self.bytes)
+    }
+
     /// Reads the rest of the file, so that all of it is verified.
     pub(crate) fn check_rest(&mut self) -> io::Result<()> {
         while !self.next_chunk()?.is_empty() {}

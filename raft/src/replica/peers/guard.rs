@@ -10,14 +10,13 @@
 //! using up all terms, after which no election would be possible.
 //! docs/adr/0025-who-is-listened-to.md says which trust remains.
 
-use openraft::async_runtime::WatchReceiver;
 use tonic::Status;
 
 use crate::files::is_shortage;
 use crate::net::PeerSender;
 use crate::net::validate::term_max;
 use crate::replica::ReplicaInner;
-use crate::types::{self, Node, Vote};
+use crate::types::{Metrics, Node, Vote};
 use crate::wire::{self, MalformedMessageError, proto};
 
 /// The greatest term that a new replica believes of the first leader it hears.
@@ -56,9 +55,7 @@ impl ReplicaInner {
     }
 
     fn tell_refused(&self, from: u64, why: &str) {
-        let metrics = self.raft.metrics();
-        let is_forming = RaftView(&metrics.borrow_watched()).is_new();
-        if is_forming || self.cancel.is_cancelled() {
+        if !self.is_member() || self.cancel.is_cancelled() {
             // Expected: others learn a moment earlier that a cluster forms, and later that this
             // replica stops.
             tracing::debug!(from, why, "call of a peer refused");
@@ -115,16 +112,16 @@ impl ReplicaInner {
         let from = header.from;
         // Before Raft's metrics are locked: one lock must not be taken under the other.
         let hears_other = self.hears_other(from);
-        self.seen(|seen| {
-            match (seen.node(from), purpose) {
+        self.with_metrics(|metrics| {
+            match (known_node(metrics, from), purpose) {
                 (Some(node), _) => check_store(from, node, header.from_store)?,
                 (None, CallPurpose::Lead(_) | CallPurpose::Elect(_))
-                    if seen.is_new() || !hears_other => {}
+                    if is_new(metrics) || !hears_other => {}
                 (None, _) => return Err(refused(format!("replica {from} is no member"))),
             }
             match purpose {
-                CallPurpose::Lead(vote) => check_vote(from, vote, true, seen),
-                CallPurpose::Elect(vote) => check_vote(from, vote, false, seen),
+                CallPurpose::Lead(vote) => check_vote(from, vote, true, metrics),
+                CallPurpose::Elect(vote) => check_vote(from, vote, false, metrics),
                 CallPurpose::Member => Ok(()),
             }
         })
@@ -132,14 +129,7 @@ impl ReplicaInner {
 
     /// This replica's current vote.
     pub(super) fn own_vote(&self) -> Vote {
-        self.raft.metrics().borrow_watched().vote
-    }
-
-    /// Looks at Raft's latest metrics.
-    pub(crate) fn seen<T>(&self, look: impl FnOnce(RaftView<'_>) -> T) -> T {
-        let metrics = self.raft.metrics();
-        let metrics = metrics.borrow_watched();
-        look(RaftView(&metrics))
+        self.with_metrics(|metrics| metrics.vote)
     }
 
     /// Whether a leader other than `from` has a quorum; it may be this replica.
@@ -150,29 +140,18 @@ impl ReplicaInner {
     }
 }
 
-/// Raft's latest metrics.
-#[derive(Clone, Copy)]
-pub(crate) struct RaftView<'a>(&'a types::Metrics);
+/// A member of the newest membership, or of the newest committed one.
+pub(super) fn known_node(metrics: &Metrics, id: u64) -> Option<&Node> {
+    let newest = metrics.membership_config.membership().get_node(&id);
+    newest.or_else(|| {
+        let committed = metrics.committed_membership_config.membership();
+        committed.get_node(&id)
+    })
+}
 
-impl<'a> RaftView<'a> {
-    /// A member of the newest membership, or of the newest committed one.
-    pub(crate) fn node(self, id: u64) -> Option<&'a Node> {
-        let newest = self.0.membership_config.membership().get_node(&id);
-        newest.or_else(|| {
-            let agreed = self.0.committed_membership_config.membership();
-            agreed.get_node(&id)
-        })
-    }
-
-    /// The current vote.
-    pub(crate) fn vote(self) -> Vote {
-        self.0.vote
-    }
-
-    /// Whether no membership is known yet.
-    fn is_new(self) -> bool {
-        self.0.membership_config.nodes().next().is_none()
-    }
+/// Whether no membership is known yet.
+fn is_new(metrics: &Metrics) -> bool {
+    metrics.membership_config.nodes().next().is_none()
 }
 
 /// Refuses a caller that uses a member's id without having its store.
@@ -185,16 +164,16 @@ pub(crate) fn check_store(id: u64, node: &Node, shown: u64) -> Result<(), Status
     Err(refused(format!("replica {id} has another store")))
 }
 
-fn check_vote(from: u64, vote: Vote, leads: bool, seen: RaftView<'_>) -> Result<(), Status> {
+fn check_vote(from: u64, vote: Vote, leads: bool, metrics: &Metrics) -> Result<(), Status> {
     let (term, node) = (vote.leader_id.term, vote.leader_id.node_id);
     if node != from || vote.committed != leads {
         return Err(refused(format!(
             "replica {from} shows a vote of replica {node}"
         )));
     }
-    let most = match seen.is_new() {
+    let most = match is_new(metrics) {
         true => TERM_FIRST_MAX,
-        false => term_max(seen.vote().leader_id.term),
+        false => term_max(metrics.vote.leader_id.term),
     };
     if term > most {
         return Err(refused(format!(

@@ -4,6 +4,7 @@
 use tokio_stream::StreamExt;
 use tonic::Status;
 
+use super::guard::known_node;
 use super::service::PeerRpc;
 use crate::net::validate::term_max;
 use crate::replica::{Replica, ReplicaInner};
@@ -84,7 +85,8 @@ impl Lie {
             .filter(|id| *id != identity.id)
             .collect();
         let other = others.get(draw as usize % others.len().max(1)).copied();
-        let store = |id| inner.seen(|seen| seen.node(id).map(|node| node.store));
+        let store =
+            |id| inner.with_metrics(|metrics| known_node(metrics, id).map(|node| node.store));
         let member = other.and_then(|id| Some((id, store(id)?)));
         Self {
             member: member.map_or(stranger, |(from, from_store)| proto::Header {

@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::guard::CallPurpose;
+use super::guard::{CallPurpose, known_node};
 use crate::COMMAND_BYTES_MAX;
 use crate::net::snapshot_stream::{self, PartReader, first_part, write_parts};
 use crate::net::validate::{check_entries, check_head};
@@ -398,7 +398,7 @@ impl Peer for PeerRpc {
                         message = messages.message() => message.ok()??,
                     };
                     // It may have been removed in the meantime.
-                    if inner.seen(|seen| seen.node(from.into()).is_none()) {
+                    if inner.with_metrics(|metrics| known_node(metrics, from.into()).is_none()) {
                         return None;
                     }
                     inner.links.reachability.heard(from.into());

@@ -430,7 +430,7 @@ async fn a_command_that_cannot_be_decoded_is_refused_before_the_log() {
         command: command.into(),
         ..proposal(header)
     };
-    for command in [b"poison".to_vec(), vec![0; crate::COMMAND_BYTES_MAX + 1]] {
+    for command in [b"garbage".to_vec(), vec![0; crate::COMMAND_BYTES_MAX + 1]] {
         let refused = client.propose(propose(command)).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
     }
