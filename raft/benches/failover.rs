@@ -12,8 +12,8 @@ use tokio::runtime::Runtime;
 const ROUNDS: usize = 20;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Kills the leader. Answers when a survivor followed another one that hears a quorum, and when one
-/// had a command committed.
+/// Kills the leader. Returns the times until a survivor followed a new leader with a quorum, and
+/// until it had a command committed.
 async fn round(seats: &mut [common::Seat]) -> (Duration, Duration) {
     let old = common::leader(seats).await;
     let survivor = &seats[(old + 1) % seats.len()];

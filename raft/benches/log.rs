@@ -14,7 +14,7 @@ use tokio::runtime::Runtime;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Has `clients` propose `commands` in all; answers the time and each latency.
+/// Lets `clients` propose `commands` in total; returns the time taken and records each latency.
 async fn load(
     leader: &Replica,
     clients: u64,

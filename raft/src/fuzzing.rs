@@ -18,8 +18,8 @@ use crate::wire::proto;
 
 const IN_MEMORY: &str = "a file in memory can be written and read";
 
-/// A log record behind its index (8 bytes, little-endian), as it is and with head and checksum made
-/// to fit. One that is taken is written as it was read.
+/// A log record behind its index (8 bytes, little-endian), as it is and with a matching head and
+/// checksum. One that decodes is encoded to the same entry.
 pub fn log_record(bytes: &[u8]) {
     let Some((index, found)) = bytes.split_first_chunk() else {
         return;
@@ -36,7 +36,7 @@ pub fn log_record(bytes: &[u8]) {
     }
 }
 
-/// A message of a peer: its kind in one byte, then its protobuf.
+/// A peer's message: a byte for its kind, then its protobuf.
 pub fn peer_message(bytes: &[u8]) {
     let Some((kind, bytes)) = bytes.split_first() else {
         return;
@@ -67,7 +67,7 @@ pub fn peer_message(bytes: &[u8]) {
         11 => drop(again::<proto::ProposeResponse>(bytes)),
         12 => drop(again::<proto::ChangeResponse>(bytes)),
         13 => drop(again::<proto::InfoResponse>(bytes)),
-        // What a stranger can send first to who has a secret.
+        // The first message that a stranger can send to a replica with a secret.
         16 => {
             let secret = Secret::new(&[7; 32]).expect("it is long enough");
             if let Some(hello) = net::read_first(&secret, bytes) {
@@ -86,7 +86,7 @@ pub fn peer_message(bytes: &[u8]) {
     }
 }
 
-/// A snapshot file, as it is and with the lengths and checksums of its frames made to fit.
+/// A snapshot file, as it is and with matching lengths and checksums in its frames.
 pub fn snapshot_file(bytes: &[u8]) {
     let scratch = scratch();
     for bytes in [bytes.to_vec(), framed(bytes)] {
@@ -94,7 +94,7 @@ pub fn snapshot_file(bytes: &[u8]) {
         let Ok((mut reader, meta)) = SnapshotReader::open(&scratch) else {
             continue;
         };
-        // Of a whole file the machine gets what it was cut from.
+        // Of an intact file the machine gets the content.
         drop(SnapshotMeta::try_from(meta));
         let mut read = 0;
         while let Ok(chunk) = reader.next_chunk()
@@ -210,7 +210,7 @@ pub fn peer_message_seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// What replicas ask of the leader, and of whoever is there.
+/// What replicas ask the leader or any peer.
 fn calls_to_leaders(header: Option<proto::Header>) -> Vec<Vec<u8>> {
     let change = proto::change_request::Change::AddLearner(proto::AddLearner {
         id: 4,

@@ -64,7 +64,7 @@ impl Cluster {
             .collect()
     }
 
-    /// Waits until `id` follows or is another leader than `old`, one with a quorum; answers which.
+    /// Waits until `id` knows another leader than `old`, one with a quorum; returns it.
     async fn leads_after(&self, old: u8, id: u8) -> u8 {
         let status = wait(self.replica(id), |status| {
             status.leader.is_some_and(|leader| leader != old) && status.has_quorum
@@ -91,7 +91,7 @@ fn led(seed: u64, size: u8, test: impl AsyncFnOnce(&Cluster, u8)) {
     });
 }
 
-/// Has a replica send messages for ever.
+/// Lets a replica send messages for ever.
 fn tell(replica: Replica) {
     tokio::spawn(async move {
         let mut ticks = interval(TELL_EVERY);
@@ -107,7 +107,7 @@ fn tell(replica: Replica) {
 fn a_leader_without_a_quorum_falls_silent() {
     led(1, 4, async |cluster, old| {
         let others = cluster.others(old);
-        // One of four goes on hearing the leader, and is needed to elect another.
+        // One of the four still hears the leader, and its vote is needed to elect another.
         for other in &others[1..] {
             cluster.world.cut(old, *other);
             cluster.world.cut(*other, old);

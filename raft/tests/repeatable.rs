@@ -14,7 +14,7 @@ use common::world::{World, simulate, start, wait, within_ms};
 use raft::{MemoryDisk, random};
 use tokio::time::sleep;
 
-/// Proposes, crashes the leader and brings it back, until all agree. Answers the trace.
+/// Proposes, crashes the leader and restarts it, until all agree. Returns the trace.
 async fn run() -> Vec<String> {
     let world = World::new();
     let disks: Vec<MemoryDisk> = (0..3)

@@ -18,7 +18,7 @@ const PAGE_BYTES: usize = 4096;
 /// A slot of the mark is torn within.
 const MARK_PIECE_BYTES: usize = 16;
 
-/// A small generator of its own keeps each run the same.
+/// A small seeded generator, so that every run is the same.
 struct Coin(u64);
 
 impl Coin {
@@ -247,7 +247,7 @@ fn a_power_cut_amid_truncations_and_purges_leaves_a_state_on_the_way() {
     }
 }
 
-/// A log opened over a data file and a mark as a cut left them.
+/// The log over a data file and a mark as a cut left them.
 fn left(folder: &Path, data: &[u8], mark: &[u8]) -> Model {
     let after = tempfile::tempdir().unwrap();
     copy(folder, after.path());
@@ -260,8 +260,8 @@ fn left(folder: &Path, data: &[u8], mark: &[u8]) -> Model {
     left
 }
 
-/// The mark is taken back before entries go and moved on after others are synced: torn at either
-/// moment, it speaks of no more than is there.
+/// The mark is lowered before entries are removed and raised after others are synced: torn at
+/// either moment, it promises no more than is there.
 #[test]
 fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
     let (mut lowered, mut raised) = (0, 0);
@@ -302,7 +302,7 @@ fn a_power_cut_amid_a_mark_leaves_one_that_holds() {
     );
 }
 
-/// sled never syncs the file that says how its data is laid out.
+/// sled never syncs the file that describes the layout of its data.
 #[test]
 fn everything_is_synced_before_it_is_believed() {
     let folder = tempfile::tempdir().unwrap();

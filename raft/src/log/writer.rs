@@ -171,7 +171,7 @@ impl LogWriter {
     }
 }
 
-/// Writes on a thread. A runtime of its own lets it wait for room as a task does.
+/// Writes on a thread, whose own runtime lets it wait for room as a task does.
 fn on_thread(
     shared: Arc<WriterShared>,
     mut queue: mpsc::Receiver<WriteOp>,

@@ -1,4 +1,4 @@
-//! Checks that a peer's message must pass by itself, whoever sent it.
+//! Checks that a peer's message must pass by itself, no matter who sent it.
 //!
 //! openraft trusts its peers. What is refused here would otherwise use up all terms, leave holes in
 //! the log, or win every election with a log that no leader can have.

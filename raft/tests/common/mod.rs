@@ -67,7 +67,7 @@ pub fn options(id: u8, data_dir: &Path, formation: Formation) -> ReplicaOptions 
     }
 }
 
-/// A cluster that `expect` of `peers` found.
+/// Forms a cluster with `expect` of `peers`.
 pub fn bootstrap(peers: &[String], expect: usize) -> Formation {
     Formation::Bootstrap {
         peers: Peers::List(peers.to_vec()),
@@ -112,7 +112,7 @@ impl Seat {
         seat
     }
 
-    /// Starts on a port of its own; one that was used before is taken again.
+    /// Starts on a free port, or on the port used before.
     pub async fn try_start(&mut self) -> Result<(), StartError> {
         let listener = if self.options.advertise.is_empty() {
             TcpListener::bind("127.0.0.1:0").await.unwrap()
@@ -159,7 +159,7 @@ impl Seat {
         }
     }
 
-    /// Waits until the status is as wished.
+    /// Waits until the status fulfils `wish`.
     pub async fn wait(&self, what: &str, wish: impl Fn(&Status) -> bool) -> Status {
         let mut status = self.replica().watch();
         match tokio::time::timeout(PATIENCE, status.wait_for(|status| wish(status))).await {
@@ -180,7 +180,7 @@ impl Seat {
     }
 }
 
-/// The port of a replica that has just gone may take a moment to be free.
+/// The port of a replica that has just stopped may take a moment to be free.
 async fn bind(address: &str) -> TcpListener {
     let deadline = std::time::Instant::now() + PATIENCE;
     loop {
@@ -267,7 +267,7 @@ impl Cluster {
         status.leader.unwrap()
     }
 
-    /// Waits until a running replica other than `old` follows another leader than that; answers it.
+    /// Waits until a running replica other than `old` follows a new leader; returns that replica.
     pub async fn replaced(&self, old: u8) -> &Seat {
         let mut others = self.seats.iter().filter(|seat| seat.options.id != old);
         let other = others.find(|seat| seat.is_running()).expect("one runs");
@@ -276,7 +276,7 @@ impl Cluster {
         other
     }
 
-    /// Waits until all running replicas have applied an index; then they agree.
+    /// Waits until all running replicas have applied `index`, and compares what they applied.
     pub async fn agree(&self, index: u64) {
         let mut all = Vec::new();
         for seat in self.seats.iter().filter(|seat| seat.is_running()) {

@@ -24,7 +24,7 @@ fn secret(content: u8, id: u8) -> PeerSecret {
     }
 }
 
-/// A connection to `address` of who has this secret.
+/// A connection to `address` from a replica with this secret.
 async fn connect_with(
     address: &str,
     secret: PeerSecret,
@@ -40,7 +40,7 @@ async fn connect(address: &str) -> PeerClient<PeerChannel> {
     client(connected.unwrap())
 }
 
-/// A cluster of one replica, and what a peer would say to be let through.
+/// A cluster of one replica, and a header with which a peer is admitted.
 async fn alone() -> (Replica, proto::Header, MemoryDisk) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -102,7 +102,7 @@ fn is_refused<T>(answer: Result<T, tonic::Status>) {
     assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
 }
 
-/// Has every call made that members make, with this header; all are refused.
+/// Makes Raft's calls with this header; all must be refused.
 async fn all_refused(address: &str, header: proto::Header, term: u64) {
     let mut client = connect(address).await;
     let from = header.from;
@@ -301,7 +301,7 @@ async fn a_snapshot_that_is_not_wanted_leaves_nothing() {
         chunks: 0,
         bytes: 0,
     };
-    // Of a leader of the past.
+    // Of a former leader.
     let parts = [start(header, 0), proto::snapshot_part::Part::End(end)];
     let parts = parts.map(|part| proto::SnapshotPart { part: Some(part) });
     let address = replica.local_addr().to_string();
@@ -357,7 +357,7 @@ async fn a_snapshot_that_is_cut_short_or_overtaken_leaves_nothing() {
         assert_eq!(overtaken.code(), Code::Aborted, "{overtaken}");
         files_are(1).await;
     }
-    // Whoever sends it is gone.
+    // Its sender is gone.
     drop(clients);
     files_are(0).await;
     replica.shutdown().await;
@@ -512,7 +512,7 @@ async fn a_running_cluster_is_given_a_secret_one_replica_at_a_time() {
         is_optional: true,
         ..secret(7, id)
     };
-    // Who has one already speaks to who has none, and the other way round.
+    // Replicas with and without a secret talk to each other.
     let mut first = connect_with(&address, optional(3)).await.unwrap();
     assert!(first.info(proto::InfoRequest::default()).await.is_ok());
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
