@@ -1,4 +1,4 @@
-//! `[admission]`: the initial settings of a new cluster, by other names than the log's.
+//! `[admission]`: the initial settings of a new cluster. Names and units differ from those in the log.
 
 use std::time::Duration;
 
@@ -122,7 +122,7 @@ fn us(us: u32) -> Parsed<SpanOrZero> {
     Parsed(Duration::from_micros(us.into()))
 }
 
-/// The settings of a new cluster.
+/// Returns the settings of a new cluster.
 pub(super) fn settings(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSettings {
     let settings = AdmissionSettings {
         order: config.order,
@@ -150,7 +150,7 @@ pub(super) fn settings(config: &AdmissionConfig, found: &mut Settings) -> Admiss
             window_ms: config.user_limits.window.as_deref().copied().map(millis),
         },
     };
-    // What is left to check after each key by itself goes by two names of the log's.
+    // With each key valid by itself, errors are left in these two fields and `batching`.
     let key = |field: &str| {
         let key = field.replace("batch_max", "max_batch");
         key.replace("batch_min", "min_batch")
@@ -167,7 +167,7 @@ fn millis(span: Duration) -> u32 {
     u32::try_from(span.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// More than an hour counts as an hour, which no engine takes for a token.
+/// At most an hour; no engine takes as long for a token.
 fn micros(span: Duration) -> u32 {
     let span = span.min(Duration::from_secs(3600));
     u32::try_from(span.as_micros()).unwrap_or(u32::MAX)

@@ -1,5 +1,5 @@
-//! Builds a [`Config`] from a file whose values fit their keys: everything that depends on more than one
-//! key, or on a file.
+//! Makes a [`Config`] of a file whose values are valid one by one. Checks what involves several keys or
+//! other files.
 
 use api::proxy::ApiKeys;
 
@@ -9,8 +9,7 @@ use super::read::Settings;
 use super::traffic::{CircuitConfig, UsersConfig};
 use super::{Config, admission, cluster, engines, key_file, models, requests, routing};
 
-/// Checks everything together. What is wrong is refused in `found`; the config is to be acted on only if
-/// nothing is.
+/// Checks everything and adds errors to `found`. The config is only usable if there are none.
 pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     listen(&file.listen, found);
     circuit(&file.circuit, found);

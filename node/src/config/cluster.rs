@@ -1,4 +1,4 @@
-//! How a replica finds its cluster, and what its replicas share.
+//! `[cluster]`: formation and secret.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -8,7 +8,7 @@ use super::file::ClusterConfig;
 use super::form::{show_duration, values};
 use super::read::Settings;
 
-/// The cluster's secret. Whoever can read the file can be a replica.
+/// Reads the cluster's secret. Anyone who can read the file can act as a replica.
 pub(super) fn secret(cluster: &ClusterConfig, found: &mut Settings) -> Option<raft::Secret> {
     let file = cluster.secret_file.as_deref()?;
     match read_secret(file) {
@@ -32,7 +32,7 @@ fn read_secret(file: &Path) -> Result<raft::Secret, String> {
     raft::Secret::new(&content)
 }
 
-/// How the cluster is found; of no use if something is refused.
+/// Returns how the replica finds its cluster; meaningless if there are errors.
 pub(super) fn formation(cluster: &ClusterConfig, found: &mut Settings) -> Formation {
     timeouts(cluster, found);
     let keys = ["peers", "peers_dns", "join", "bootstrap_expect"];

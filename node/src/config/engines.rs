@@ -1,4 +1,4 @@
-//! `[[backends]]` and `[probes]`: the engines, and the keys they want.
+//! `[[backends]]` and `[probes]`: the engines and their API keys.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,10 +13,10 @@ use super::form::show_duration;
 use super::read::Settings;
 use super::traffic::ProbesConfig;
 
-/// Shortest interval of probes: every replica asks every engine.
+/// Shortest interval of probes; every replica probes every engine.
 const PROBE_INTERVAL_MIN: Duration = Duration::from_millis(50);
 
-/// Refuses probes that would be a burden.
+/// Checks that probes are no burden.
 pub(super) fn check_probes(probes: &ProbesConfig, found: &mut Settings) {
     if *probes.interval < PROBE_INTERVAL_MIN {
         let path = "probes.interval";
@@ -25,7 +25,7 @@ pub(super) fn check_probes(probes: &ProbesConfig, found: &mut Settings) {
     }
 }
 
-/// The keys that engines want: a backend's own, else that of all probes.
+/// Reads the engines' API keys. A backend without one gets the key for probes.
 pub(super) fn keys(file: &ConfigFile, found: &mut Settings) -> EngineKeys {
     let mut key = |path: &str, file: Option<&PathBuf>| match authorization(file?) {
         Ok(authorization) => Some(authorization),
@@ -49,7 +49,7 @@ pub(super) fn keys(file: &ConfigFile, found: &mut Settings) -> EngineKeys {
     keys
 }
 
-/// All files that hold keys.
+/// Returns all files that contain keys.
 pub(super) fn secret_files(file: &ConfigFile) -> Vec<PathBuf> {
     let of_replica = [&file.users.api_keys_file, &file.probes.api_key_file];
     let of_backends = file.backends.iter().map(|backend| &backend.api_key_file);
@@ -57,7 +57,7 @@ pub(super) fn secret_files(file: &ConfigFile) -> Vec<PathBuf> {
     files.flatten().cloned().collect()
 }
 
-/// The header that carries the key in `file`.
+/// Returns the header with the key in `file`.
 fn authorization(file: &Path) -> Result<HeaderValue, String> {
     let key = std::fs::read_to_string(file).map_err(|error| format!("read {file:?}: {error}"))?;
     let key = key.trim();
@@ -71,7 +71,7 @@ fn authorization(file: &Path) -> Result<HeaderValue, String> {
     Ok(value)
 }
 
-/// The backends that are registered at start.
+/// Returns the backends to register at start.
 pub(super) fn backends(
     file: &ConfigFile,
     models: &[ModelSettings],
@@ -100,7 +100,7 @@ fn check_spec(path: &str, spec: &BackendSpec, has_tokens: bool, found: &mut Sett
     if !found.is_sound(path) {
         return;
     }
-    // The cluster would refuse it.
+    // The cluster would reject it.
     if let Err(Rejection::Invalid { field, expected }) = spec.validate() {
         let message = format!("{path}.{field} is out of bounds");
         let key = field.split(['.', '[']).next().unwrap_or(&field);

@@ -1,48 +1,48 @@
-//! Config errors: collected so that all are reported at once, with file, line, column, excerpt and
-//! what was expected.
+//! Config errors. All are reported together, each with file, line, column, excerpt and what was
+//! expected.
 
 use std::fmt;
 use std::ops::Range;
 
 use miette::{GraphicalReportHandler, GraphicalTheme, LabeledSpan, MietteDiagnostic, NamedSource};
 
-/// One mistake.
+/// One error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
-    /// What was found, and of which key.
+    /// The key and its value.
     pub message: String,
-    /// What was expected there.
+    /// Valid values.
     pub expected: String,
-    /// Where.
+    /// Where it is.
     pub place: Place,
 }
 
-/// Where it stands.
+/// Source of a value or location of an error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
-    /// At these bytes of the file.
+    /// These bytes of the file.
     File(Range<usize>),
-    /// In this environment variable.
+    /// This environment variable.
     Variable(String),
-    /// In this `--set` flag.
+    /// This `--set` flag.
     Flag(String),
-    /// Nowhere: something is missing, or the file itself cannot be read.
+    /// None: something is missing, or the file cannot be read.
     Nowhere,
 }
 
-/// All mistakes of a config, never none.
+/// All errors of a config, at least one.
 #[derive(Debug)]
 pub struct ConfigErrors {
-    /// The file's name as it was given.
+    /// Name of the file, as given.
     pub file: String,
-    /// What stands in it.
+    /// Text of the file.
     pub text: String,
-    /// In the order they stand there.
+    /// In the order of the file.
     pub errors: Vec<ConfigError>,
 }
 
 impl ConfigErrors {
-    /// Errors of one file, in the order they stand there; those of variables and flags follow.
+    /// Sorts errors: in the order of the file, then variables and flags.
     #[must_use]
     pub fn new(file: String, text: String, mut errors: Vec<ConfigError>) -> Self {
         errors.sort_by_key(|error| match &error.place {
@@ -54,7 +54,7 @@ impl ConfigErrors {
         Self { file, text, errors }
     }
 
-    /// For people: each error with the line it stands on.
+    /// Renders all errors for people, each with its line.
     #[must_use]
     pub fn render(&self, is_coloured: bool) -> String {
         let theme = if is_coloured {

@@ -1,5 +1,5 @@
-//! A config file as it is written: a struct for each section. Of a field, the comment is the key's text
-//! in the reference and the schema; its type, bounds and default are the key's.
+//! The keys of a config file: one struct per section. The comment of a field is the key's description in
+//! the reference and the schema, so write it for operators.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -23,43 +23,43 @@ use super::traffic::{
     RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
 };
 
-/// All sections.
+/// A config file of a replica.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ConfigFile {
-    /// Who this replica is.
+    /// Identity and storage of this replica.
     pub node: NodeConfig,
-    /// Where it listens.
+    /// Listeners.
     pub listen: ListenConfig,
-    /// How it finds and keeps its cluster.
+    /// The cluster and its replication.
     pub cluster: ClusterConfig,
-    /// How requests find backends.
+    /// Routing policy and its settings.
     pub routing: RoutingConfig,
-    /// How requests are admitted.
+    /// Queueing and fairness.
     pub admission: AdmissionConfig,
-    /// The admin listener.
+    /// Admin listener.
     pub admin: AdminConfig,
-    /// What of requests reaches engines.
+    /// What is removed from requests.
     pub requests: RequestsConfig,
-    /// Who sends requests, and what they see.
+    /// Users and API keys.
     pub users: UsersConfig,
-    /// Bounds on what clients send.
+    /// Limits for clients.
     pub limits: LimitsConfig,
-    /// What engines are asked to report.
+    /// Usage reports of engines.
     pub usage: UsageConfig,
-    /// How long to wait for engines and clients.
+    /// Timeouts.
     pub timeouts: TimeoutsConfig,
-    /// How backends are probed.
+    /// Health probes.
     pub probes: ProbesConfig,
-    /// When failing backends are passed over.
+    /// Circuit breakers.
     pub circuit: CircuitConfig,
-    /// When requests are tried on another backend.
+    /// Retries.
     pub retry: RetryConfig,
-    /// How the replica leaves.
+    /// Shutdown.
     pub drain: DrainConfig,
-    /// What is logged, and how.
+    /// Log.
     pub log: LogConfig,
-    /// How prompts become blocks, by model.
+    /// Tokenizers and policies of models.
     pub models: Vec<ModelConfig>,
     /// Backends to register at start.
     pub backends: Vec<BackendConfig>,
@@ -225,7 +225,7 @@ pub struct BackendConfig {
 }
 
 impl ListenConfig {
-    /// Host that others are told, IPv6 in brackets; the ports are those really bound.
+    /// Returns the host under which others reach this replica, IPv6 in brackets.
     #[must_use]
     pub fn host(&self) -> String {
         match (&self.advertise, self.peer.ip()) {

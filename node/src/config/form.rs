@@ -1,5 +1,5 @@
-//! Forms of values that TOML has no type for: time spans, sizes, addresses. A form says how a text is
-//! read and shown, what is expected in words, and how a JSON Schema describes it.
+//! Formats of values that TOML has no type for, such as durations, sizes and addresses: how they are
+//! parsed, printed and described.
 
 use std::borrow::Cow;
 use std::fmt::Debug;
@@ -26,26 +26,26 @@ const fn first(bounds: &[Bounds]) -> Option<Bounds> {
     }
 }
 
-/// A form of text.
+/// A format of strings.
 pub trait Form {
-    /// What the text means.
+    /// The parsed value.
     type Value;
-    /// Its `format` in the schema.
+    /// Name: `format` in the schema.
     const NAME: &'static str;
-    /// A regular expression that all such texts match, for editors.
+    /// A regular expression that all valid strings match, for editors.
     const PATTERN: &'static str;
-    /// What such a text looks like, in words.
+    /// Describes valid strings in words.
     const EXPECTED: &'static str;
-    /// Bounds of the integers that may stand for the text, if any may.
+    /// Bounds of integers, if the format accepts them too.
     const INTEGERS: Option<Bounds>;
 
-    /// Reads a text; `None` if it has another form.
+    /// Parses a string; `None` if it is not valid.
     fn read(text: &str) -> Option<Self::Value>;
-    /// Writes a value such that it reads the same.
+    /// Formats a value such that it parses to the same value.
     fn show(value: &Self::Value) -> String;
 }
 
-/// A value that a config file writes in the form `F`.
+/// A value that config files write in the format `F`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Parsed<F: Form>(pub F::Value);
 
@@ -65,7 +65,7 @@ impl<'de, F: Form> Deserialize<'de> for Parsed<F> {
     }
 }
 
-/// As an integer where one says the same.
+/// As an integer if the format accepts them and the value is one.
 impl<F: Form> Serialize for Parsed<F> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let text = F::show(&self.0);
@@ -99,13 +99,12 @@ impl<F: Form> JsonSchema for Parsed<F> {
     }
 }
 
-/// The values of a list.
+/// Returns the values of a list.
 pub(crate) fn values<F: Form<Value: Clone>>(list: &[Parsed<F>]) -> Vec<F::Value> {
     list.iter().map(|parsed| parsed.0.clone()).collect()
 }
 
-/// Of the forms, those that a schema names: what is expected, whether integers are taken, and whether
-/// a text is of the form.
+/// A format without its type.
 pub(super) struct NamedForm {
     name: &'static str,
     pub(super) expected: &'static str,
@@ -113,7 +112,7 @@ pub(super) struct NamedForm {
     pub(super) is_read: fn(&str) -> bool,
 }
 
-/// The form of this name.
+/// Returns the format of this name.
 pub(super) fn named(name: &str) -> Option<&'static NamedForm> {
     FORMS.iter().find(|form| form.name == name)
 }
@@ -163,21 +162,21 @@ macro_rules! forms {
 }
 
 forms! {
-    /// A time span.
+    /// A duration.
     Span: Duration = "duration" {
         pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
         expected: "a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\"",
         read: |text| duration(text).filter(|span| *span >= SPAN_MIN),
         show: show_duration,
     }
-    /// A time span that may be zero.
+    /// A duration that may be zero.
     SpanOrZero: Duration = "duration-or-zero" {
         pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
         expected: "a duration up to 1day, such as \"5s\"",
         read: duration,
         show: show_duration,
     }
-    /// Two time spans, the shorter first.
+    /// A range of durations.
     SpanRange: Range<Duration> = "duration-range" {
         pattern: r"^.+\.\..+$",
         expected: "two durations from 1ms to 1day, the shorter first, such as \"150ms..300ms\"",
@@ -192,7 +191,7 @@ forms! {
         read: |text| size(text).filter(|bytes| *bytes > 0),
         show: show_size,
     }
-    /// Requests that a backend is given at once.
+    /// Maximum number of concurrent requests of a backend.
     Slots: Concurrency = "concurrency" {
         pattern: "^(adaptive|unlimited)$",
         expected: "an integer from 1 to 65536, \"adaptive\" or \"unlimited\"",
@@ -200,7 +199,7 @@ forms! {
         read: concurrency,
         show: show_concurrency,
     }
-    /// A status that an engine answers with.
+    /// An HTTP error status.
     Status: u16 = "http-status" {
         pattern: r"^[45]\d\d$",
         expected: "an HTTP status from 400 to 599",
@@ -208,91 +207,91 @@ forms! {
         read: |text| text.parse().ok().filter(|status| (400..=599).contains(status)),
         show: u16::to_string,
     }
-    /// Where to listen.
+    /// Address of a listener.
     Address: SocketAddr = "address" {
         pattern: r"^.+:\d+$",
         expected: "an IP address with a port, such as \"127.0.0.1:8080\"",
         read: |text| text.parse().ok(),
         show: SocketAddr::to_string,
     }
-    /// A peer.
+    /// Address of a peer.
     HostPort: String = "host-port" {
         pattern: r"^.+:\d+$",
         expected: "a host with a port, such as \"10.0.0.1:8082\"",
         read: |text| is_host_port(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// A host that addresses can be made of.
+    /// Host of an address.
     Host: String = "host" {
         pattern: r"^[A-Za-z0-9._-]+$|^\[.+\]$",
         expected: "a host name or IP address without a port, IPv6 in brackets",
         read: |text| is_host(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// A host that somebody may ask for.
+    /// Host name of the admin listener.
     HostName: String = "host-name" {
         pattern: r"^[A-Za-z0-9._-]+$|^\[.+\]$",
         expected: "a host name without a port",
         read: |text| is_host(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// What a cluster is called.
+    /// Name of a cluster.
     ClusterName: String = "cluster-name" {
         pattern: r"^[A-Za-z0-9._-]{1,64}$",
         expected: "letters, digits, `-`, `_` and `.`, at most 64 of them",
         read: |text| is_cluster_name(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// A field or header.
+    /// Name of a body field or header.
     PlainName: String = "name" {
         pattern: r"^[!-+\--~]+$",
         expected: "a name, such as \"priority\"",
         read: |text| is_plain_name(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// A path that is routed to engines.
+    /// Path that is routed to engines.
     RoutedPath: String = "routed-path" {
         pattern: "^/",
         expected: "a path, such as \"/generate\", that is no control route of an engine",
         read: |text| api::proxy::is_plain(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// A path of an engine.
+    /// Path of an engine.
     UrlPath: String = "url-path" {
         pattern: "^/",
         expected: "a path, such as \"/health\"",
         read: |text| is_url_path(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// Where an engine is.
+    /// URL of an engine.
     EngineUrl: String = "engine-url" {
         pattern: "^http://[^/]+/?$",
         expected: "a URL, such as \"http://10.0.1.1:8000\", without a path",
         read: |text| is_url(text).then(|| text.to_owned()),
         show: String::clone,
     }
-    /// Where a user is looked for.
+    /// Source of a request's user.
     Identity: IdentifyBy = "identity" {
         pattern: "^(api_key|body:user|header:.+)$",
         expected: "\"api_key\", \"body:user\" or \"header:NAME\" with a header's name",
         read: |text| text.parse().ok(),
         show: IdentifyBy::to_string,
     }
-    /// Addresses of a network.
+    /// Network.
     Prefix: IpPrefix = "ip-prefix" {
         pattern: r"^[0-9a-fA-F.:]+(/\d+)?$",
         expected: "an IP address or prefix, such as \"10.0.0.0/8\"",
         read: |text| text.parse().ok(),
         show: show_prefix,
     }
-    /// What makes tokens of prompts.
+    /// Tokenizer.
     TokenizerName: TokenizerSpec = "tokenizer" {
         pattern: "^(character|engine|tiktoken:(cl100k|o200k)_base|huggingface:.+)$",
         expected: "\"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \"huggingface:FILE\" or \"engine\"",
         read: |text| text.parse().ok(),
         show: TokenizerSpec::to_string,
     }
-    /// What is logged.
+    /// Log filter.
     LogFilter: String = "log-filter" {
         pattern: ".",
         expected: "error, warn, info, debug, trace, or a filter such as \"info,raft=debug\"",
@@ -301,9 +300,9 @@ forms! {
     }
 }
 
-/// Shorter ones would keep a core busy.
+/// Minimum; shorter intervals would keep a core busy.
 const SPAN_MIN: Duration = Duration::from_millis(1);
-/// Longer ones are slips of the pen, and overflow in sums with others.
+/// Maximum; longer durations are typos, and sums of them overflow.
 const SPAN_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
 fn duration(text: &str) -> Option<Duration> {
@@ -317,7 +316,7 @@ fn range(text: &str) -> Option<Range<Duration>> {
     (from >= SPAN_MIN && from < to).then_some(from..to)
 }
 
-/// Writes a time span the way it is read.
+/// Formats a duration.
 pub(super) fn show_duration(span: &Duration) -> String {
     humantime::format_duration(*span).to_string()
 }
@@ -369,14 +368,14 @@ fn show_concurrency(concurrency: &Concurrency) -> String {
     }
 }
 
-/// A single address goes without its length.
+/// Formats a network; a single address without a prefix length.
 fn show_prefix(prefix: &IpPrefix) -> String {
     let text = prefix.to_string();
     let whole = if text.contains(':') { "/128" } else { "/32" };
     text.strip_suffix(whole).unwrap_or(&text).to_owned()
 }
 
-/// Whether the text is a host (a name, an IPv4 address or an IPv6 address in brackets) and a port.
+/// Whether the text is a host (a name, an IPv4 address or an IPv6 address in brackets) with a port.
 fn is_host_port(text: &str) -> bool {
     let Some((host, port)) = text.rsplit_once(':') else {
         return false;
@@ -385,7 +384,7 @@ fn is_host_port(text: &str) -> bool {
     is_port && is_host(host)
 }
 
-/// Whether the text can stand for a host in an address.
+/// Whether the text is a host.
 fn is_host(host: &str) -> bool {
     let inner = host.strip_prefix('[');
     if let Some(inner) = inner.and_then(|rest| rest.strip_suffix(']')) {

@@ -1,10 +1,10 @@
-//! Configs, as [`crate::fuzzing`] has it.
+//! Fuzz targets for configs; see [`crate::fuzzing`].
 
 use super::read::Layers;
 use super::{print, read};
 
-/// A config: the file, environment variables and flags, apart by a byte 0, one setting per line in the
-/// latter two. What is taken is printed such that it is taken alike.
+/// Loads a config: file, environment variables and flags, separated by zero bytes; the latter two have
+/// one setting per line. A valid config must print such that it loads equal.
 pub fn config(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
@@ -44,7 +44,7 @@ pub fn config(bytes: &[u8]) {
     }
 }
 
-/// Configs of a replica alone, of one of several, and of everything that can be set.
+/// Configs of a single replica, of a member of a cluster, and with all keys set.
 #[must_use]
 pub fn config_seeds() -> Vec<Vec<u8>> {
     let configs = [
@@ -57,7 +57,7 @@ pub fn config_seeds() -> Vec<Vec<u8>> {
         file: configs[0],
         ..Layers::default()
     };
-    // With every key in it.
+    // With all keys.
     seeds.extend(
         read("", &layers)
             .ok()

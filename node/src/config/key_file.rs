@@ -1,15 +1,15 @@
-//! The file of accepted API keys: read at start, and again when it changes.
+//! The file of accepted API keys, read at start and whenever it changes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use api::proxy::KeyEntry;
 
-/// The keys in the file, one a line, each with the user it stands for behind white space if wanted.
+/// Reads the keys, one per line, each optionally followed by white space and the user it belongs to.
 ///
 /// # Errors
-/// When it cannot be read or holds no key: nobody would be served. When it lists a key twice: one of
-/// the two users would be charged for the other.
+/// If the file cannot be read or contains no key (nobody would be served), or contains a key twice (one
+/// user would be charged for another).
 pub(crate) fn read(path: &Path) -> Result<Vec<KeyEntry>, String> {
     let text = std::fs::read_to_string(path);
     let text = text.map_err(|error| format!("read {path:?}: {error}"))?;

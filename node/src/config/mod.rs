@@ -1,8 +1,8 @@
-//! Config: read once from file, environment and flags into a checked [`Config`]; everything that is wrong
-//! is told at once.
+//! Configuration. File, environment variables and flags are read once into a checked [`Config`]; all
+//! errors are reported together.
 //!
-//! `file`, `traffic` and `admission` have the keys, as structs. `schema` says what fits a key, `read`
-//! lays the layers over each other by it, `check` looks at what depends on more than one key.
+//! `file`, `traffic` and `admission` define the keys, as structs. `schema` derives from them which
+//! values a key takes, `read` merges the layers, and `check` validates what involves several keys.
 
 mod admission;
 mod check;
@@ -52,7 +52,7 @@ pub use traffic::{
     TimeoutsConfig, UsageConfig, UsersConfig,
 };
 
-/// Everything `quorate serve` is told. Checked: what stands here can be acted on.
+/// The checked configuration of `quorate serve`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// `[node]`.
@@ -61,41 +61,41 @@ pub struct Config {
     pub listen: ListenConfig,
     /// `[cluster]`.
     pub cluster: ClusterConfig,
-    /// How the cluster is found at the first start.
+    /// How the replica finds its cluster at the first start.
     pub formation: Formation,
-    /// What the cluster's replicas share.
+    /// The secret that the replicas of the cluster share.
     pub secret: Option<raft::Secret>,
-    /// How prompts become blocks; the first entry that matches a model counts.
+    /// Tokenizers and block sizes. The first entry that matches a model applies.
     pub models: Vec<ModelSettings>,
-    /// Backends to register at start when the registry does not know them.
+    /// Backends to register at start if they are missing.
     pub backends: Vec<BackendSpec>,
     /// Policy of a new cluster.
     pub policy: PolicyConfig,
-    /// Policies that a request may ask for; none: requests may not ask.
+    /// Policies that a request may choose. Empty: it may not choose.
     pub policy_overrides: Vec<PolicyConfig>,
-    /// What routing of a new cluster follows beside its policy.
+    /// Other routing settings of a new cluster.
     pub routing: RoutingSettings,
-    /// Labels that backends must have.
+    /// Labels that a backend must have.
     pub select: SelectSettings,
-    /// When backends that fail are passed over.
+    /// When circuits open.
     pub circuit: CircuitSettings,
-    /// Paths that are routed beside the built-in ones.
+    /// Paths that are routed besides the built-in ones.
     pub extra_paths: Vec<String>,
-    /// What becomes of fields of bodies.
+    /// Body fields that are refused or removed.
     pub fields: FieldRules,
-    /// Headers that do not reach engines.
+    /// Headers that are removed.
     pub strip_headers: HeaderRules,
-    /// Keys that engines want; show themselves nowhere.
+    /// API keys of the engines; never printed.
     pub engine_keys: EngineKeys,
     /// Accepted API keys; `None`: any.
     pub api_keys: Option<ApiKeys>,
-    /// Files that hold keys.
+    /// Files that contain keys.
     pub secret_files: Vec<PathBuf>,
-    /// How a new cluster admits requests.
+    /// Admission settings of a new cluster.
     pub admission: AdmissionSettings,
-    /// Longest wait in overload.
+    /// Maximum waiting time in overload.
     pub codel_target: Duration,
-    /// Highest priority that a request may ask for.
+    /// Highest priority that a request can have.
     pub priority_max: i16,
     /// `[admin]`.
     pub admin: AdminConfig,
@@ -120,23 +120,23 @@ pub struct Config {
 /// How a replica without data finds its cluster.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Formation {
-    /// It is the whole cluster.
+    /// It forms a cluster of one.
     Alone,
-    /// With these peers, once so many answer.
+    /// It forms a cluster with these peers.
     Peers {
         /// Peer listeners.
         peers: Vec<String>,
-        /// How many begin.
+        /// How many of them must answer first.
         expect: usize,
     },
-    /// With the peers a name resolves to, once so many answer.
+    /// It forms a cluster with the peers that a DNS name resolves to.
     Dns {
         /// `host:port`.
         name: String,
         /// How many begin.
         expect: usize,
     },
-    /// Through any of these members of an existing cluster.
+    /// It joins an existing cluster through any of these members.
     Join(Vec<String>),
 }
 
@@ -152,8 +152,8 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// This file and these flags over this process's environment. Variables that are not UTF-8 are
-    /// no setting's.
+    /// This file and these flags with the environment of this process. Variables that are not UTF-8
+    /// are ignored.
     #[must_use]
     pub fn of_process(file: Option<PathBuf>, flags: Vec<String>) -> Self {
         let variables = std::env::vars_os()
@@ -197,18 +197,18 @@ fn read_file(path: &Path) -> Result<String, ConfigError> {
     })
 }
 
-/// A checked config together with the settings it came from.
+/// A checked config together with the values it was made from.
 #[derive(Debug)]
 pub struct Loaded {
-    /// What to act on.
+    /// The config.
     pub config: Config,
-    /// The file's name.
+    /// Name of the file.
     pub file: String,
-    /// What stands in it.
+    /// Text of the file.
     text: String,
     /// Every value, by section and key.
     values: Value,
-    /// Where those came from that are no defaults.
+    /// Where values that are set come from, by path.
     places: BTreeMap<String, Place>,
 }
 

@@ -1,5 +1,5 @@
-//! `[[models]]`: tokenizers are loaded while the config is checked, so that a file that cannot be used
-//! is told like every other mistake.
+//! `[[models]]`. Tokenizers are loaded while the config is checked, so that an unusable file is reported
+//! like any other error.
 
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 
@@ -11,7 +11,7 @@ const CHARACTER_BLOCK_BYTES: u32 = 128;
 /// `block_size` with a tokenizer: vLLM's own.
 const BLOCK_TOKENS: u32 = 16;
 
-/// Every entry's settings.
+/// Returns the settings of all entries.
 pub(super) fn models(models: &[ModelConfig], found: &mut Settings) -> Vec<ModelSettings> {
     found.unique("models", "name", models.iter().map(|model| &*model.name));
     everything_last(models, found);
@@ -22,7 +22,7 @@ pub(super) fn models(models: &[ModelConfig], found: &mut Settings) -> Vec<ModelS
     models.iter().enumerate().filter_map(settings).collect()
 }
 
-/// The first entry that matches a model counts, so that one behind `"*"` never does.
+/// The first entry that matches a model applies, so an entry after `"*"` never does.
 fn everything_last(models: &[ModelConfig], found: &mut Settings) {
     let everything = models.iter().position(|model| model.name == "*");
     let behind = everything.filter(|nth| nth + 1 < models.len());
@@ -33,7 +33,7 @@ fn everything_last(models: &[ModelConfig], found: &mut Settings) {
     }
 }
 
-/// Loads the entry's tokenizer: a file that is missing or no tokenizer is refused.
+/// Loads the tokenizer of an entry.
 fn settings(path: &str, model: &ModelConfig, found: &mut Settings) -> Option<ModelSettings> {
     if !found.is_sound(&format!("{path}.tokenizer")) {
         return None;

@@ -8,10 +8,10 @@ use super::Loaded;
 use super::error::{Place, line_and_column};
 use super::schema::{Section, sections};
 
-/// Column that the sources stand in.
+/// Column of the sources.
 const SOURCE_COLUMN: usize = 56;
 
-/// The effective config as TOML. Reading it again gives the same config.
+/// Prints the effective config as TOML. Loading it again gives the same config.
 #[must_use]
 pub fn print(loaded: &Loaded) -> String {
     let mut out = String::new();

@@ -1,5 +1,5 @@
-//! The layers a setting can come from (flag over environment over file over default), read into one
-//! tree that knows of every value where it came from, with everything that is wrong on the way.
+//! Merges the layers (flags over environment variables over the file over defaults) into one tree of
+//! valid values, with the source of each value and all errors.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,35 +12,35 @@ use toml::de::{DeTable, DeValue};
 use super::error::{ConfigError, Place, line_and_column};
 use super::schema::{self, SCHEMA, expected, fit, join};
 
-/// Policies whose names and settings tables are reserved.
+/// Reserved names of policies.
 const LATER_POLICIES: [&str; 1] = ["dlpm"];
 
-/// What settings are read from, beside the defaults.
+/// The layers, defaults excepted.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Layers<'a> {
     /// Text of the config file.
     pub(super) file: &'a str,
-    /// Environment variables; those that do not begin with `QUORATE_` are passed over.
+    /// Environment variables; those that do not begin with `QUORATE_` are ignored.
     pub(super) variables: &'a [(String, String)],
     /// `section.key=value` each.
     pub(super) flags: &'a [String],
 }
 
-/// All layers laid over each other.
+/// The merged layers.
 #[derive(Debug, Default)]
 pub(super) struct Settings {
-    /// What is set and fits its key.
+    /// All values that are set and valid.
     pub(super) tree: Map<String, Value>,
-    /// Where what is set comes from, by its path.
+    /// Sources of all values that are set, by path.
     pub(super) places: BTreeMap<String, Place>,
-    /// Paths of what does not fit or is missing.
+    /// Paths of keys that are invalid or missing.
     refused: BTreeSet<String>,
-    /// What is wrong.
+    /// All errors.
     pub(super) errors: Vec<ConfigError>,
 }
 
 impl Settings {
-    /// Reads all layers, then has `check` look at what depends on more than one key.
+    /// Merges all layers, then runs `check`, which adds errors that involve several keys.
     pub(super) fn read<T>(layers: &Layers<'_>, check: impl FnOnce(&mut Self) -> T) -> (Self, T) {
         let mut settings = Self::default();
         let (table, errors) = DeTable::parse_recoverable(layers.file);
@@ -61,7 +61,7 @@ impl Settings {
         (settings, checked)
     }
 
-    /// Whether nothing at this path, below or above it was refused, so that more can be said of it.
+    /// Whether everything at, below and above this path is valid, so that it can be checked further.
     pub(super) fn is_sound(&self, path: &str) -> bool {
         let is_below = |path: &str, of: &str| {
             let rest = path.strip_prefix(of);
@@ -71,13 +71,13 @@ impl Settings {
         !refused.any(|it| is_below(it, path) || is_below(path, it))
     }
 
-    /// Refuses the value of `path`.
+    /// Adds an error at the value of `path`.
     pub(super) fn refuse(&mut self, path: &str, message: String, expected: &str) {
         let place = self.places.get(path).cloned().unwrap_or(Place::Nowhere);
         self.error(message, expected.to_owned(), place);
     }
 
-    /// Refuses the value of a key, showing it.
+    /// Adds an error that shows the value of `path`.
     pub(super) fn refuse_value(&mut self, path: &str, expected: &str) {
         let set = path.split('.').try_fold(None, |table, part| {
             let table = table.map_or(Some(&self.tree), Value::as_object)?;
@@ -90,7 +90,7 @@ impl Settings {
         self.refuse(path, format!("{path} is {value}"), expected);
     }
 
-    /// Refuses an entry of a list whose `name` an earlier one has too.
+    /// Adds an error for each entry of a list whose `key` an earlier entry has too.
     pub(super) fn unique<'a>(
         &mut self,
         list: &str,
@@ -138,7 +138,7 @@ impl Settings {
         self.error(message, expected, place);
     }
 
-    /// Adds what the TOML parser itself found, and drops errors it may have caused.
+    /// Adds syntax errors and removes errors they may have caused.
     fn forget_consequences(&mut self, text: &str, errors: &[toml::de::Error]) {
         let end = text.len();
         let span = |error: &toml::de::Error| error.span().unwrap_or(end..end);
@@ -146,7 +146,7 @@ impl Settings {
             return;
         };
         let line = |at: usize| line_and_column(text, at).0;
-        // A broken header or text changes the meaning of all that follows it.
+        // A broken header or string changes the meaning of everything after it.
         self.errors.retain(|error| match &error.place {
             Place::File(span) => line(span.start) < line(first),
             Place::Variable(_) | Place::Flag(_) => true,
@@ -305,8 +305,8 @@ impl Settings {
         let mut names = keys.iter().map(|(path, _)| variable(path));
         let place = Place::Variable(name.to_owned());
         let expected = if !rest.contains("__") {
-            // One underscore names a variable of the command line, such as `QUORATE_ADMIN`, or one of
-            // an orchestrator, such as `QUORATE_PORT`; but it may be a slip.
+            // Single underscores are in variables of the command line, such as `QUORATE_ADMIN`, and of
+            // orchestrators, such as `QUORATE_PORT`; but it may be a typo.
             match names.find(|key| key.replace("__", "_") == name) {
                 Some(meant) => meant,
                 None => return,
@@ -341,7 +341,7 @@ impl Settings {
         }
     }
 
-    /// Puts a variable's or flag's text over what is there. A list has commas in it.
+    /// Sets a value from a variable or flag. Lists are separated by commas.
     fn overlay(&mut self, path: &str, schema: &Value, text: &str, place: Place) {
         self.places.insert(path.to_owned(), place.clone());
         let read = |text: &str, schema| fit(schema, &json!(text)).ok_or_else(|| quoted(text));
@@ -366,7 +366,7 @@ impl Settings {
     }
 }
 
-/// The environment variable that sets a key: `QUORATE_NODE__ID`.
+/// Returns the environment variable of a key, such as `QUORATE_NODE__ID`.
 fn variable(path: &str) -> String {
     let name = path.replace('.', "__").replace('-', "_");
     format!("QUORATE_{}", name.to_uppercase())
@@ -406,7 +406,7 @@ fn quoted(text: &str) -> String {
     format!("{text:?}")
 }
 
-/// The name that was probably meant: the one fewest letters away, if these are few.
+/// Returns the most similar name, if it differs in at most two letters.
 fn nearest(name: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
     let names = names.into_iter();
     let distances = names.map(|near| (strsim::levenshtein(name, &near), near));

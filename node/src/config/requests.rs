@@ -1,4 +1,4 @@
-//! `[requests]`: what of a request reaches engines.
+//! `[requests]`: what is removed from requests.
 
 use api::prompt::is_read;
 use api::proxy::{FieldRules, HeaderRules};
@@ -7,10 +7,10 @@ use super::file::ConfigFile;
 use super::form::{Parsed, PlainName, values};
 use super::read::Settings;
 
-/// The header and the field by which a client of vLLM asks to go past others.
+/// Header and field with which clients of vLLM set a priority.
 const PRIORITY: [&str; 2] = ["x-vllm-priority", "priority"];
 
-/// What is taken from requests, or makes them fail.
+/// What is refused or removed.
 pub(super) struct Rules {
     pub(super) fields: FieldRules,
     pub(super) strip_headers: HeaderRules,

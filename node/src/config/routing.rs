@@ -1,4 +1,4 @@
-//! Policies and routing settings of a new cluster, and what requests may choose.
+//! Routing settings of a new cluster, and what requests may choose.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::file::ConfigFile;
 use super::read::Settings;
 use super::traffic::CircuitConfig;
 
-/// Refuses settings of a policy that do not go together.
+/// Checks the settings of each policy.
 pub(super) fn check_policies(policies: &[PolicyConfig], found: &mut Settings) {
     for policy in policies {
         let table = format!("routing.{}", policy.name());
@@ -23,14 +23,14 @@ pub(super) fn check_policies(policies: &[PolicyConfig], found: &mut Settings) {
     }
 }
 
-/// The one called `name`.
+/// Returns the policy of this name.
 pub(super) fn named(policies: &[PolicyConfig], name: &str) -> PolicyConfig {
     let policy = policies.iter().find(|policy| policy.name() == name);
     let policy = policy.expect("the schema has the names of all policies and no others");
     policy.clone()
 }
 
-/// What routing of a new cluster follows beside its policy.
+/// Returns the routing settings of a new cluster, its policy excepted.
 pub(super) fn settings(
     file: &ConfigFile,
     policies: &[PolicyConfig],
@@ -62,7 +62,7 @@ pub(super) fn settings(
     }
 }
 
-/// Labels that backends must have. A model without labels stands before a later `*` all the same.
+/// Returns the labels that backends must have. A model without labels still precedes a later `*`.
 pub(super) fn select(file: &ConfigFile) -> SelectSettings {
     let models = file.models.iter().map(|model| {
         let labels = model.select.clone().into_iter().collect();
@@ -74,7 +74,7 @@ pub(super) fn select(file: &ConfigFile) -> SelectSettings {
     }
 }
 
-/// When backends that fail are passed over.
+/// Returns the settings of the circuit breakers.
 pub(super) fn circuit(config: &CircuitConfig) -> CircuitSettings {
     CircuitSettings {
         failures: config.failures,

@@ -1,9 +1,9 @@
-//! The keys there are: the JSON Schema (draft 2020-12) of a config file, made from the structs of its
-//! sections. Values are checked by it, key by key, so that every wrong one is told at once; the
-//! reference, `config print` and `config schema` follow it too.
+//! The JSON Schema (draft 2020-12) of a config file, generated from the structs of its sections.
 //!
-//! Of a field, its comment is the description, its type and attributes are the bounds. A default that
-//! its own key would refuse, such as an empty name, says that the key must be set.
+//! It is the list of all keys: values are validated against it one by one, so that every error is
+//! found, and the reference, `config print` and `config schema` are made from it. A field's comment
+//! is the key's description; its type and attributes are the bounds. A default that violates its own
+//! key's bounds, such as an empty name, means that the key must be set.
 
 use std::sync::LazyLock;
 
@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::file::ConfigFile;
 use super::form::{self, NamedForm};
 
-/// The schema of a file. A section's `required` also counts what variables and flags can set.
+/// The schema. `required` in a section includes keys that variables and flags can set.
 pub(super) static SCHEMA: LazyLock<Value> = LazyLock::new(|| {
     let settings =
         SchemaSettings::draft2020_12().with(|settings| settings.inline_subschemas = true);
@@ -26,7 +26,7 @@ pub(super) static SCHEMA: LazyLock<Value> = LazyLock::new(|| {
     schema
 });
 
-/// The schema as one JSON document. A file alone is not held to keys that variables may set.
+/// The schema for editors. It does not require keys that variables can set.
 #[must_use]
 pub fn schema() -> Value {
     let mut schema = SCHEMA.clone();
@@ -39,19 +39,19 @@ pub fn schema() -> Value {
     schema
 }
 
-/// A section, or the keys of each entry of a list of tables.
+/// A section, or the entries of a list of tables.
 pub(super) struct Section {
-    /// `routing.cost`.
+    /// Path, such as `routing.cost`.
     pub(super) path: String,
     /// Whether it is a list of tables.
     pub(super) is_list: bool,
-    /// Schemas of its keys by their last part.
+    /// Names and schemas of its keys.
     pub(super) keys: Vec<(&'static String, &'static Value)>,
-    /// Those of them that must be set.
+    /// Names of the keys that must be set.
     pub(super) required: Vec<&'static str>,
 }
 
-/// All sections, each before those below it.
+/// Returns all sections; a section comes before its subsections.
 pub(super) fn sections() -> Vec<Section> {
     let mut sections = Vec::new();
     collect("", &SCHEMA, &mut sections);
@@ -83,12 +83,12 @@ fn collect(path: &str, schema: &'static Value, sections: &mut Vec<Section>) {
     }
 }
 
-/// Paths and schemas of all keys outside lists of tables.
+/// Returns paths and schemas of all keys outside lists of tables.
 pub(super) fn keys() -> Vec<(String, &'static Value)> {
     pick(|_, _| true)
 }
 
-/// Those of them that must be set.
+/// Returns those of them that must be set.
 pub(super) fn required_keys() -> Vec<(String, &'static Value)> {
     pick(|section, name| section.required.contains(&name))
 }
@@ -114,7 +114,7 @@ pub(super) fn required(schema: &Value) -> Vec<&str> {
     required.filter_map(Value::as_str).collect()
 }
 
-/// The schema of the table, or of the entries of the list of tables, that this is one of.
+/// Returns the schema of a table, or of the entries of a list of tables; `None` for other values.
 pub(super) fn table(schema: &Value) -> Option<&Value> {
     let table = schema.get("items").unwrap_or(schema);
     table.get("properties").map(|_| table)
@@ -131,7 +131,7 @@ fn form_of(schema: &Value) -> Option<&'static NamedForm> {
     form::named(schema["format"].as_str()?)
 }
 
-/// What a value (for a list: one of its elements) looks like, in words.
+/// Describes valid values (for a list: elements) in words.
 pub(super) fn expected(schema: &Value) -> String {
     let schema = schema.get("items").unwrap_or(schema);
     if let Some(form) = form_of(schema) {
@@ -152,8 +152,8 @@ pub(super) fn expected(schema: &Value) -> String {
     }
 }
 
-/// The value of a key (of a list: of one of its elements) as the key has it, from TOML or the text of a
-/// variable or flag; `None` when it does not fit.
+/// Converts a TOML value, or the text of a variable or flag, to a value of the key (for a list: an
+/// element). `None` if it is not valid.
 pub(super) fn fit(schema: &Value, value: &Value) -> Option<Value> {
     if let Some(form) = form_of(schema) {
         let text = match value {
@@ -184,8 +184,8 @@ pub(super) fn fit(schema: &Value, value: &Value) -> Option<Value> {
     }
 }
 
-/// Says the same as what was derived, the way a config has it: no nulls, words without comments,
-/// integers with both bounds, no text that is empty.
+/// Simplifies a generated schema: no nulls, plain lists of words, integers with both bounds, no empty
+/// strings.
 fn simplify(schema: &mut Value) {
     let Some(map) = schema.as_object_mut() else {
         return;
@@ -221,7 +221,7 @@ fn simplify(schema: &mut Value) {
     map.insert("additionalProperties".to_owned(), json!(false));
 }
 
-/// Drops a default that stands for no value, or that does not fit: then it answers `false`.
+/// Removes a default that means "no value" or is not valid. Returns `false` if it is not valid.
 fn settle_default(property: &mut Value) -> bool {
     let default = property.as_object_mut().and_then(|it| it.remove("default"));
     let default = default.unwrap_or_default();
@@ -240,7 +240,7 @@ fn settle_default(property: &mut Value) -> bool {
     true
 }
 
-/// TOML has no null: a key without a value is not there.
+/// TOML has no null.
 fn without_null(map: &mut Map<String, Value>) {
     if let Some(Value::Array(types)) = map.get("type")
         && let Some(single) = types.iter().find(|it| **it != "null").cloned()

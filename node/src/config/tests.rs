@@ -9,6 +9,7 @@ use state::ids::ReplicaId;
 use super::*;
 
 mod policies;
+mod shapes;
 
 fn layers<'a>(
     file: &'a str,

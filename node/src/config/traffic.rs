@@ -1,4 +1,4 @@
-//! The sections of a config file that are about client traffic and the replica's own conduct.
+//! The keys of a config file, continued: traffic of clients and engines, shutdown, log.
 
 use std::path::PathBuf;
 
@@ -248,29 +248,29 @@ pub struct LogConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum LogFormat {
-    /// For people.
+    /// Text.
     #[default]
     Human,
-    /// For machines.
+    /// One JSON object per line.
     Json,
 }
 
 impl LimitsConfig {
-    /// Most connections of one address: whoever comes alone leaves half to others.
+    /// Maximum number of connections per address; by default one address leaves half to others.
     #[must_use]
     pub fn connections_per_address_max(&self) -> u32 {
         let half = self.max_connections.div_ceil(2);
         self.max_connections_per_address.unwrap_or(half)
     }
 
-    /// Most requests of one address.
+    /// Maximum number of requests per address.
     #[must_use]
     pub fn requests_per_address_max(&self) -> u32 {
         let half = self.max_requests.div_ceil(2);
         self.max_requests_per_address.unwrap_or(half)
     }
 
-    /// Most requests of one user.
+    /// Maximum number of requests per user.
     #[must_use]
     pub fn requests_per_user_max(&self) -> u32 {
         let half = self.max_requests.div_ceil(2);
