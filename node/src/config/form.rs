@@ -163,21 +163,21 @@ macro_rules! forms {
 
 forms! {
     /// A duration.
-    Span: Duration = "duration" {
+    Span: Duration = "time-span" {
         pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
         expected: "a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\"",
         read: |text| duration(text).filter(|span| *span >= SPAN_MIN),
         show: show_duration,
     }
     /// A duration that may be zero.
-    SpanOrZero: Duration = "duration-or-zero" {
+    SpanOrZero: Duration = "time-span-or-zero" {
         pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
         expected: "a duration up to 1day, such as \"5s\"",
         read: duration,
         show: show_duration,
     }
     /// A range of durations.
-    SpanRange: Range<Duration> = "duration-range" {
+    SpanRange: Range<Duration> = "time-span-range" {
         pattern: r"^.+\.\..+$",
         expected: "two durations from 1ms to 1day, the shorter first, such as \"150ms..300ms\"",
         read: range,

@@ -231,7 +231,11 @@ fn read(name: &str, layers: &Layers<'_>) -> Result<Loaded, ConfigErrors> {
     let (file, text) = (name.to_owned(), layers.file.to_owned());
     let (settings, (values, config)) = Settings::read(layers, |settings| {
         let tree = Value::Object(settings.tree.clone());
-        let file: ConfigFile = serde_json::from_value(tree).expect("what fits the schema is read");
+        let file = serde_json::from_value(tree).unwrap_or_else(|error| {
+            let expected = "values as `quorate config schema` says";
+            settings.refuse("", error.to_string(), expected);
+            ConfigFile::default()
+        });
         let values = serde_json::to_value(&file).expect("keys are texts");
         (values, check::check(file, settings))
     });

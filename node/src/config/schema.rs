@@ -36,7 +36,18 @@ pub fn schema() -> Value {
             section.remove("required");
         }
     }
+    remove_formats(&mut schema);
     schema
+}
+
+/// Formats have names of their own; validators may refuse those they do not know. Patterns remain.
+fn remove_formats(schema: &mut Value) {
+    if let Some(map) = schema.as_object_mut() {
+        map.retain(|key, value| key != "format" || !value.is_string());
+        map.values_mut().for_each(remove_formats);
+    } else if let Some(list) = schema.as_array_mut() {
+        list.iter_mut().for_each(remove_formats);
+    }
 }
 
 /// A section, or the entries of a list of tables.
@@ -174,13 +185,14 @@ pub(super) fn fit(schema: &Value, value: &Value) -> Option<Value> {
             let is_set = value.as_bool().or_else(|| text?.parse().ok())?;
             Some(json!(is_set))
         }
-        _ => {
+        Some("string") => {
             let is_fit = match schema["enum"].as_array() {
                 Some(words) => words.contains(value),
                 None => !text?.trim().is_empty(),
             };
             is_fit.then(|| value.clone())
         }
+        _ => None,
     }
 }
 

@@ -550,6 +550,12 @@ fn the_schema_names_every_key() {
     );
     let nested = &schema["properties"]["routing"]["properties"]["cost"]["properties"];
     assert_eq!(nested["near_permille"]["default"], 20);
+    assert!(section["properties"]["heartbeat"].get("format").is_none());
+    assert!(
+        schema["properties"]["log"]["properties"]
+            .get("format")
+            .is_some()
+    );
 }
 
 #[test]

@@ -24,7 +24,19 @@ url = "http://b:1"
 models = "m"
 labels = "zone"
 "#,
-        expect![[""]],
+        expect![[r#"
+            2:10: listen is 5 (expected a table: [listen])
+            3:11: models[0] is 5 (expected a table: [[models]])
+            3:14: models[1] is 6 (expected a table: [[models]])
+            3:31: unknown key models[2].tokeniser (expected tokenizer, or another of block_size, chat_template, name, policy, select, tokenizer)
+            3:55: models[3].name is not set (expected non-empty text)
+            3:70: models[3].block_size is 0 (expected an integer from 1 to 65536)
+            5:6: node.id is a table (expected an integer from 1 to 255)
+            9:10: backends[0].models is empty (expected at least one element, each non-empty text)
+            10:19: backends[0].labels.zone is 1 (expected a text)
+            14:10: backends[1].models is "m" (expected a list, each non-empty text)
+            15:10: backends[1].labels is "zone" (expected a table of strings)
+        "#]],
     );
 }
 
@@ -44,7 +56,11 @@ bootstrap_expect = 3
 backoff = "1h"
 max_backoff = "soon"
 "#,
-        expect![[""]],
+        expect![[r#"
+            5:8: listen.data is "localhost" (expected an IP address with a port, such as "127.0.0.1:8080")
+            8:10: cluster.peers[0] is "a" (expected a host with a port, such as "10.0.0.1:8082")
+            12:15: circuit.max_backoff is "soon" (expected a duration from 1ms to 1day, such as "20ms" or "1m 30s")
+        "#]],
     );
 }
 
