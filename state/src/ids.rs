@@ -80,7 +80,7 @@ impl SessionId {
     }
 }
 
-/// Keeps hashes of sessions apart from other hashes of the same number.
+/// Seed that keeps successors of sessions apart from other hashes of the same number.
 const SUCCESSOR_HASH_SEED: u64 = 0x7375_6363_6573_736f;
 
 /// Defines a hash type with a fixed-length encoding. Hashes are uniform: as variable-length

@@ -169,7 +169,8 @@ impl Gate {
             .any(|told| told.counts(now_ms) && told.is_against(priority, counter_milli, most))
     }
 
-    /// Records how long such a request has been held although there is capacity.
+    /// Records how long a request with this priority and user counter has been held although there
+    /// is capacity.
     pub(super) fn hold(
         &mut self,
         priority: i16,

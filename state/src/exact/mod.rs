@@ -1,4 +1,4 @@
-//! Exact ownership from KV events: what engines report to hold, instead of what leases imply.
+//! Exact ownership from KV events: what engines say they hold, instead of what leases imply.
 //!
 //! A reader reports one publisher's stream in [`KvBatch`]es. Each rank's messages are applied once
 //! and in order (`stream`). Together they yield that rank's cache (`tree`). The blocks that can be
@@ -76,7 +76,7 @@ pub struct KvBatch {
     /// greater number (a time stamp, and at least one more than the followed run), so that news of
     /// an earlier run is recognised as outdated.
     pub publisher: u64,
-    /// The news.
+    /// What the reader found.
     pub news: KvNews,
 }
 

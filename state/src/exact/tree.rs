@@ -33,7 +33,7 @@ pub(super) struct BlockTree {
 pub(super) enum StoreResult {
     /// Another copy of a known block.
     Copy(u32),
-    /// A block that was not there.
+    /// A new block.
     Fresh(u32),
     /// The engine's hash belongs to another block already; that one got a copy more.
     Contradiction(u32),

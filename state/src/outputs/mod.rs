@@ -9,6 +9,9 @@
 //! - [`boundaries`]: bins of equal mass (Algorithm 6) and the bin of a request (Algorithm 4).
 //! - [`batch`]: which bin goes next and how many of its requests (Algorithms 5 and 3).
 //! - [`theory`]: the benefit of bins where the requests of a batch end together.
+//!
+//! The algorithms are numbered as in docs/adr/0012-limits-in-apply.md, which also says where this
+//! implementation departs from the originals and why.
 
 pub mod batch;
 pub mod boundaries;

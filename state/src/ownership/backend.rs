@@ -255,8 +255,8 @@ impl BackendBlocks {
         self.warm(common, &path[..length]);
     }
 
-    /// Removes `block` and everything after it, whoever holds it. Returns the number of removed
-    /// blocks, and adds the tips of leases among them to `outlived`.
+    /// Removes `block` and everything after it, even if held. Returns the number of removed blocks,
+    /// and adds the tips of leases among them to `outlived`.
     pub(super) fn remove(
         &mut self,
         common: &mut SharedIndex,

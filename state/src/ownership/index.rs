@@ -37,7 +37,7 @@ pub(crate) trait HashLookup {
 
 /// Index from block hash to record; see the module documentation.
 pub(crate) struct RecordIndex {
-    /// Number of hash bits that select in `directory`.
+    /// Number of hash bits that index `directory`.
     depth: u32,
     /// Segments by the upper `depth` bits of the mixed hash.
     directory: Vec<u32>,

@@ -250,7 +250,7 @@ impl Ownership {
         backend.trim(common);
     }
 
-    /// Removes `block` and all blocks that follow it from `slot`, whoever pins them. Returns how
+    /// Removes `block` and all blocks that follow it from `slot`, even pinned ones. Returns how
     /// many were removed, and adds to `outlived` those at which leases end; these leases are over.
     /// Removing a leaf is cheap; removing a block with successors visits every block of the
     /// backend.
@@ -261,7 +261,7 @@ impl Ownership {
         }
     }
 
-    /// Removes every block from `slot`, whoever pins them, but keeps the backend. `outlived` as in
+    /// Removes every block from `slot`, even pinned ones, but keeps the backend. `outlived` as in
     /// [`Self::remove`].
     pub fn clear(&mut self, slot: Slot, outlived: &mut Vec<BlockHash>) {
         if let Some((backend, common)) = self.backend_mut(slot) {

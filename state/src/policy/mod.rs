@@ -287,9 +287,9 @@ pub struct PolicyRequest {
 pub struct UserTokens {
     /// Usage of the request's user.
     pub own_milli: u64,
-    /// Least usage of all users with any; `None` if there are none.
+    /// Lowest usage among users with any; `None` if there are none.
     pub least_milli: Option<u64>,
-    /// Most usage of all users; `None` if nobody used any.
+    /// Highest usage among all users; `None` if nobody used any tokens.
     pub most_milli: Option<u64>,
 }
 

@@ -124,7 +124,7 @@ pub(super) struct Rank {
     pub(super) score: u64,
     /// Second score; 0 in policies with a tolerance.
     pub(super) then: u64,
-    /// Reason, the same for all of a tier.
+    /// Reason for the choice; equal for all candidates of a tier.
     pub(super) reason: Reason,
 }
 

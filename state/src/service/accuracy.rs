@@ -25,7 +25,7 @@ const CORRECTION_MAX_PERMILLE: u32 = 2000;
 /// Size of one correction step, in thousandths of the current correction.
 const STEP_PERMILLE: u32 = 60;
 
-/// Predicted against actual cache hits of one incarnation of a backend.
+/// Predicted versus actual cache hits of one incarnation of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(crate) struct Accuracy {
     prompt_tokens: u64,

@@ -40,24 +40,24 @@ pub struct ServiceSample {
     pub backend: BackendRef,
     /// Requests that ended and whose usage the engine reported.
     pub ended: u32,
-    /// Their prompt tokens.
+    /// Prompt tokens of the ended requests.
     pub prompt_tokens: u64,
-    /// Their output tokens.
+    /// Output tokens of the ended requests.
     pub output_tokens: u64,
-    /// Tokens that they added to the cache: uncached prompt tokens and output tokens. If the engine
-    /// does not report what was cached, the prediction is used.
+    /// Tokens that the ended requests added to the cache: uncached prompt tokens and output tokens.
+    /// If the engine does not report what was cached, the prediction is used.
     pub added_tokens: u64,
-    /// Sum of the squares of what each added.
+    /// Sum of the squares of the tokens that each ended request added.
     pub added_squared: u64,
     /// Tokens in one of the router's blocks, rounded down, at least 1; converts the backend's
     /// capacity into tokens. 0: unknown.
     pub block_tokens: u32,
     /// Number of first tokens received.
     pub first_tokens: u32,
-    /// Sum of the times from dispatch to them, in microseconds.
+    /// Sum of the times from dispatch to first token, in microseconds.
     pub first_token_us: u64,
-    /// Uncached prompt tokens ahead of them: their own, and those pending at the backend at
-    /// dispatch, from all replicas.
+    /// Uncached prompt tokens ahead of the first tokens: those of the requests themselves, and
+    /// those pending at the backend at dispatch, from all replicas.
     pub prefill_tokens: u64,
     /// Sum over the first tokens of the requests running at the backend at dispatch, from all
     /// replicas.
@@ -72,11 +72,11 @@ pub struct ServiceSample {
     pub gaps_at_limit: u64,
     /// Requests whose cached tokens the engine reported.
     pub predicted: u32,
-    /// Prompt tokens of these requests.
+    /// Prompt tokens of the requests in `predicted`.
     pub predicted_prompt_tokens: u64,
-    /// Part of those tokens that was predicted to be cached.
+    /// Part of `predicted_prompt_tokens` that was predicted to be cached.
     pub predicted_cached_tokens: u64,
-    /// Part of those tokens that was cached.
+    /// Part of `predicted_prompt_tokens` that was cached.
     pub cached_tokens: u64,
 }
 

@@ -9,8 +9,8 @@
 //! that has just begun. It never sees an owner that never held the block. `matching` describes what
 //! that means for a prefix; the loom models in `loom_tests` check it.
 //!
-//! A second index keyed by position (seed 002) would be a second set of shards with a wider entry.
-//! Matching takes its probe as a function and would not change.
+//! A second index keyed by position would be a second set of shards with a wider entry. Matching
+//! takes its probe as a function and would not change.
 
 mod mask;
 mod matching;

@@ -242,7 +242,7 @@ impl Queue {
         self.overload.set_service_ms(service_ms);
     }
 
-    /// Returns that time, in milliseconds.
+    /// Returns the time set by [`Queue::set_service_ms`], in milliseconds.
     #[must_use]
     pub fn service_ms(&self) -> u64 {
         self.overload.service_ms()

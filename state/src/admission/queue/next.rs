@@ -14,7 +14,7 @@ use crate::ids::{Ticket, UserKey};
 
 /// Maximum number of requests per call that are examined and cannot go.
 const LOOKS_MAX: usize = 256;
-/// Maximum number of these that stand behind a blocked request of the same user.
+/// Maximum number of requests examined per call behind a blocked one of the same user.
 const BEHIND_MAX: usize = 64;
 
 /// Position of a request in a class's order.

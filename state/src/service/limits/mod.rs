@@ -3,7 +3,8 @@
 //! `Footprint` learns what requests hold and yields `b_mem` (Algorithm 1). `SlaController` learns
 //! what the time between tokens allows and yields `b_SLA` (Algorithms 2 and 7). Both are computed
 //! in `apply` from replicated samples, so that every replica has the same limit at the same log
-//! index and a new leader continues where the last one was.
+//! index and a new leader continues where the last one was. The algorithms are numbered as in
+//! docs/adr/0012-limits-in-apply.md.
 //!
 //! The limit says how many requests may *start*. It may fall below the number running: nothing is
 //! taken back from an engine, and nothing starts until enough requests have ended. Algorithm 2's
