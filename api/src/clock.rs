@@ -1,8 +1,8 @@
-//! The wall clock, for what is compared between machines: the stamps of commands, starts of engines; and
-//! the replicated time, by which users' limits go.
+//! The wall clock, for values compared between machines (stamps of commands, start times of
+//! engines), and replicated time, which users' limits follow.
 //!
-//! It is handed down from where a replica is put together, as simulated replicas each have a clock
-//! of their own that jumps when a fault says so. What is compared on one machine only goes by
+//! The clock is passed down from where a replica is assembled, because each simulated replica has
+//! its own, which jumps when a fault says so. Values compared on one machine only use
 //! [`tokio::time::Instant`], which a simulation steps.
 
 use std::sync::Arc;
@@ -13,21 +13,21 @@ use tokio::time::Instant;
 
 use crate::planted::{self, Bug};
 
-/// Tells Unix time. Cheap to clone; the default is the system's clock.
+/// Source of Unix time. Cheap to clone; the default is the system's clock.
 #[derive(Clone, Default)]
 pub struct Clock(Option<Arc<Source>>);
 
-/// Answers Unix time in milliseconds.
+/// Returns Unix time, in milliseconds.
 type Source = dyn Fn() -> u64 + Send + Sync;
 
 impl Clock {
-    /// A clock that shows what `unix_ms` answers.
+    /// Creates a clock that shows the result of `unix_ms`.
     #[must_use]
     pub fn of(unix_ms: impl Fn() -> u64 + Send + Sync + 'static) -> Self {
         Self(Some(Arc::new(unix_ms)))
     }
 
-    /// Unix time in milliseconds; 0 by a clock that stands before 1970.
+    /// Returns Unix time in milliseconds; 0 if the clock is before 1970.
     #[must_use]
     pub fn unix_ms(&self) -> u64 {
         self.0
@@ -36,14 +36,14 @@ impl Clock {
     }
 }
 
-/// What of replicated time has passed since the state last told: a replica's own monotonic clock goes
-/// on where no command does, so that whoever is refused for now is not refused for good.
+/// Extends replicated time beyond the last applied command by this replica's monotonic clock, so
+/// that a user rejected by a limit is not rejected forever when there are no commands.
 #[derive(Debug)]
 pub struct LogTime {
     began: Instant,
-    /// What the state told last.
+    /// Last replicated time seen, in milliseconds.
     told_ms: AtomicU64,
-    /// When it did, in milliseconds since `began`.
+    /// When it was first seen, in milliseconds since `began`.
     told_at_ms: AtomicU64,
 }
 
@@ -58,12 +58,12 @@ impl Default for LogTime {
 }
 
 impl LogTime {
-    /// The present replicated time, where the state's is `told_ms`. What has passed counts from the first
-    /// call with that, so that somebody has to call again and again.
+    /// Returns the current replicated time, where the state's is `told_ms`. The extension counts
+    /// from the first call with that value, so this must be called regularly.
     pub fn present_ms(&self, told_ms: u64) -> u64 {
         let now_ms = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
         if self.told_ms.load(Ordering::Acquire) != told_ms {
-            // Whoever comes in between takes a little more or less for passed.
+            // A concurrent caller may see slightly more or less time as passed.
             self.told_at_ms.store(now_ms, Ordering::Relaxed);
             self.told_ms.store(told_ms, Ordering::Release);
         }
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(time.present_ms(5_650), 5_650);
         pass(100).await;
         assert_eq!(time.present_ms(5_650), 5_750);
-        // Another state was put in its place.
+        // Another state replaced this one.
         assert_eq!(time.present_ms(0), 0);
         pass(100).await;
         assert_eq!(time.present_ms(0), 100);

@@ -1,9 +1,9 @@
-//! Every error answer of this crate is shaped here: OpenAI's form on the data plane, problem+json
-//! (RFC 9457) on the admin API.
+//! The form of every error answer of this crate: OpenAI's on the data plane, problem+json (RFC
+//! 9457) on the admin API.
 //!
-//! What can go wrong on the data plane is a [`ProxyError`]; [`rescue`] alone decides its status, its
-//! words for the client and whether the client's SDK should try again. What only an operator may
-//! read (addresses, operating-system errors) is logged where it happens and never gets in here.
+//! A failure of the data plane is a [`ProxyError`]. Only [`rescue`] decides its status, its message
+//! for the client and whether the client's SDK should retry. Details for operators only (addresses,
+//! operating-system errors) are logged where they occur and never get here.
 
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -12,27 +12,27 @@ use http::{HeaderName, HeaderValue, StatusCode};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// Tells OpenAI's SDKs whether to repeat a request on their own.
+/// Header that tells OpenAI's SDKs whether to retry a request.
 pub const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
-/// Seconds a client is asked to wait when no backend can take its request.
+/// Seconds for a client to wait when no backend can take its request.
 const UNAVAILABLE_RETRY_AFTER_S: u32 = 1;
 
-/// An error of the admin API, as RFC 9457 writes it.
+/// An error of the admin API in the form of RFC 9457.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Problem {
-    /// A stable name of the kind of problem, relative to the API: `/problems/no-quorum`.
+    /// Stable URI of the kind of problem, relative to the API: `/problems/no-quorum`.
     #[serde(rename = "type")]
     pub type_: String,
-    /// The kind of problem in words; the same for every occurrence.
+    /// Description of the kind of problem, the same for every occurrence.
     pub title: String,
     /// HTTP status.
     #[serde(serialize_with = "status_as_number")]
     pub status: StatusCode,
-    /// This occurrence in words.
+    /// Description of this occurrence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
-    /// Further members, as `outcome` or `index`.
+    /// Further members, such as `outcome` or `index`.
     #[serde(flatten)]
     pub members: Box<Map<String, Value>>,
 }
@@ -45,7 +45,7 @@ fn status_as_number<S: serde::Serializer>(
 }
 
 impl Problem {
-    /// A problem of the kind `name`, the last part of its type: `no-quorum`.
+    /// Creates a problem of the kind `name`, the last part of its type, such as `no-quorum`.
     #[must_use]
     pub fn new(status: StatusCode, name: &str, title: impl Into<String>) -> Self {
         Self {
@@ -57,14 +57,14 @@ impl Problem {
         }
     }
 
-    /// With this occurrence in words.
+    /// Adds a description of this occurrence.
     #[must_use]
     pub fn detail(mut self, detail: impl Into<String>) -> Self {
         self.detail = Some(detail.into());
         self
     }
 
-    /// With a further member.
+    /// Adds a further member.
     #[must_use]
     pub fn member(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.members.insert(name.to_owned(), value.into());
@@ -80,67 +80,67 @@ impl IntoResponse for Problem {
     }
 }
 
-/// Why the data plane cannot give a client an engine's answer.
+/// Reason why the data plane cannot return an engine's answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProxyError {
-    /// The request cannot be read: syntax, types, missing fields, a body shorter than announced.
+    /// The request cannot be read: syntax, types, missing fields, or a body shorter than announced.
     #[error("{message}")]
     BadRequest {
         /// What is wrong and what was expected.
         message: String,
-        /// The field it is about.
+        /// Field at fault.
         param: Option<String>,
     },
-    /// No key where one is required, or one that is not known.
+    /// A required key is missing or unknown.
     #[error("missing or unknown API key")]
     BadKey,
-    /// Nothing answers under this path.
+    /// The path is unknown.
     #[error("no route for {method} {path}")]
     UnknownRoute {
-        /// As asked.
+        /// Method of the request.
         method: String,
-        /// As asked, shortened.
+        /// Path of the request, shortened.
         path: String,
     },
-    /// The path answers to another method.
+    /// The path does not allow this method.
     #[error("method not allowed on this path; use {allowed}")]
     WrongMethod {
-        /// The methods it answers to, as the `allow` header lists them.
+        /// Allowed methods, as listed in the `allow` header.
         allowed: &'static str,
     },
     /// No registered backend serves the model.
     #[error("the model `{model}` does not exist")]
     UnknownModel {
-        /// As asked, shortened.
+        /// Model of the request, shortened.
         model: String,
     },
-    /// The body is longer than allowed.
+    /// The body exceeds the limit.
     #[error("the body is larger than {bytes_max} bytes")]
     BodyTooLarge {
-        /// The limit.
+        /// Limit, in bytes.
         bytes_max: u64,
     },
     /// The client stopped sending its body.
     #[error("the body did not arrive in time")]
     BodyTimeout,
-    /// Backends serve the model, none of them is healthy.
+    /// Backends serve the model, but none of them is healthy.
     #[error("no healthy backend serves this model")]
     NoneHealthy,
-    /// The user has used what a window allows.
+    /// The user has reached a limit per window.
     #[error("rate limit reached for this user: {limit}")]
     OverLimit {
-        /// Which one.
+        /// Name of the limit.
         limit: &'static str,
-        /// When there is room again, milliseconds from now.
+        /// Time until there is room again, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The client's address has as many requests under way as it may.
+    /// The client's address has reached its limit of requests in flight.
     #[error("too many concurrent requests from this client address")]
     AddressAtLimit,
-    /// The user has as many requests under way at this replica as it may.
+    /// The user has reached the limit of requests in flight at this replica.
     #[error("too many concurrent requests of this user at this replica")]
     UserAtLimit,
-    /// The request expects something that is not known.
+    /// The request has an unknown expectation.
     #[error("unsupported `expect` header; only `100-continue` is supported")]
     BadExpectation,
     /// The request broke two engines' connections within a minute.
@@ -148,64 +148,64 @@ pub enum ProxyError {
         "this request broke the connections of two backends within a minute and is refused for a minute"
     )]
     BreaksBackends,
-    /// As many requests wait for this model as may.
+    /// The queue of this model is full.
     #[error("every backend is at its limit and the queue of this model is full")]
     QueueFull {
-        /// When to ask again.
+        /// Time until a retry makes sense, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The request would not go to a backend in time.
+    /// The request would not be dispatched in time.
     #[error(
         "every backend is at its limit; the predicted wait is {}.{} s, the longest acceptable {}.{} s",
         wait_ms / 1000, wait_ms / 100 % 10, wait_ms_max / 1000, wait_ms_max / 100 % 10
     )]
     TooLate {
-        /// Predicted wait.
+        /// Predicted wait, in milliseconds.
         wait_ms: u64,
-        /// The wait that is of use.
+        /// Longest acceptable wait, in milliseconds.
         wait_ms_max: u64,
-        /// When to ask again.
+        /// Time until a retry makes sense, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The request waited for a backend as long as it may.
+    /// The request reached the longest wait for a backend.
     #[error("every backend is at its limit, and none became available in time")]
     WaitedTooLong {
-        /// When to ask again.
+        /// Time until a retry makes sense, in milliseconds.
         retry_after_ms: u64,
     },
-    /// The replica stops before a backend has room.
+    /// The replica stops before a backend has capacity.
     #[error("this replica is shutting down; use another one")]
     Leaving,
-    /// Backends are healthy, none of them has the labels asked for.
+    /// Backends are healthy, but none of them has the requested labels.
     #[error("no healthy backend of this model has the requested labels")]
     NoneSelected,
-    /// This replica holds as many requests as it may.
+    /// This replica has reached its limit of requests.
     #[error("this replica has too many requests in flight")]
     Overloaded,
-    /// This replica lacks what a connection to an engine takes: descriptors, ports.
+    /// This replica lacks descriptors or ports for a connection to an engine.
     #[error("this replica is out of connections")]
     OutOfConnections,
     /// No engine could be connected to.
     #[error("no backend could be reached")]
     Unreachable,
-    /// Every engine that could be asked refused, the last one in more words than are passed on.
+    /// Every engine that could be asked refused, the last one with an answer too long to pass on.
     #[error("all backends refused this request")]
     Refused,
-    /// The engine sent the request elsewhere, where clients cannot go.
+    /// The engine redirected the request to a place that clients cannot reach.
     #[error("the backend answered with a redirect")]
     Redirected,
-    /// The engine closed the connection or answered something that is not HTTP.
+    /// The engine closed the connection, or its answer was not HTTP.
     #[error("the backend closed the connection before answering")]
     EngineBroke,
     /// The engine broke off in the middle of its answer.
     #[error("the backend closed the connection in the middle of its answer")]
     EngineBrokeOff,
-    /// The engine did not begin, or did not go on with, its answer in time.
+    /// The engine did not start or continue its answer in time.
     #[error("the backend did not answer in time")]
     EngineTimeout,
 }
 
-/// A data-plane failure as HTTP tells it.
+/// A data-plane failure in terms of HTTP.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorResponse {
     /// HTTP status.
@@ -214,13 +214,14 @@ pub struct ErrorResponse {
     pub type_: &'static str,
     /// OpenAI's `code`.
     pub code: &'static str,
-    /// Seconds for `retry-after`.
+    /// Value of `retry-after`, in seconds.
     pub retry_after_s: Option<u32>,
-    /// `false`: the engine may have computed on it, a repeat would be charged again.
+    /// Value of `x-should-retry`. `false`: the engine may have computed on the request, and a retry
+    /// would be charged again.
     pub should_retry: Option<bool>,
 }
 
-/// The one place that decides how a failure looks from outside.
+/// Decides how a failure looks from outside. The only place that does.
 #[must_use]
 pub fn rescue(failure: &ProxyError) -> ErrorResponse {
     let (status, type_, code) = match failure {
@@ -288,7 +289,7 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
     }
 }
 
-/// OpenAI's error object for a failure.
+/// Returns OpenAI's error object for a failure.
 #[must_use]
 pub fn openai_body(failure: &ProxyError) -> Bytes {
     #[derive(Serialize)]
@@ -320,7 +321,7 @@ pub fn openai_body(failure: &ProxyError) -> Bytes {
         .into()
 }
 
-/// A whole OpenAI-shaped error answer.
+/// Returns a complete error response in OpenAI's form.
 #[must_use]
 pub fn openai_response(failure: &ProxyError) -> http::Response<Bytes> {
     let answer = rescue(failure);

@@ -1,8 +1,8 @@
-//! The stream of cluster events: `GET /admin/v1/events` and other subscribers.
+//! The stream of cluster events, for `GET /admin/v1/events` and other subscribers.
 //!
-//! Most events are found by comparing two looks at the cluster ([`status_changes`]) or at the
-//! registry ([`registry_changes`]); both are pure. [`follow`] takes the looks. A subscriber that
-//! does not keep up loses the oldest events and is told how many.
+//! Most events are found by comparing two views of the cluster ([`status_changes`]) or of the
+//! registry ([`registry_changes`]); both functions are pure. [`follow`] polls the views. A
+//! subscriber that is too slow loses the oldest events and is told how many.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,162 +20,162 @@ use tokio_util::sync::CancellationToken;
 use crate::clock::Clock;
 use crate::ports::{Cluster, ClusterStatus};
 
-/// Events kept for a subscriber that is behind.
+/// Number of events kept for a slow subscriber.
 pub const EVENTS_KEPT_MAX: usize = 1024;
-/// From one look at the cluster to the next.
+/// Polling interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Something an operator may want to know.
+/// An event of interest to operators.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum ClusterEvent {
-    /// Another leader is followed, or none.
+    /// The leader changed or was lost.
     Leader {
-        /// The leader.
+        /// Current leader.
         leader: Option<ReplicaId>,
         /// Its term.
         term: u64,
     },
     /// This replica's role changed.
     Role {
-        /// As [`ClusterStatus::role`].
+        /// New role, as in [`ClusterStatus::role`].
         role: &'static str,
     },
-    /// A quorum answers, or does so no longer.
+    /// A quorum started or stopped responding.
     Quorum {
-        /// Whether one does.
+        /// Whether a quorum responds.
         has_quorum: bool,
     },
-    /// A member came, went, or changed.
+    /// A member was added, removed or changed.
     Member {
-        /// Which.
+        /// Id of the member.
         id: ReplicaId,
-        /// How.
+        /// Kind of change.
         change: MemberChange,
     },
     /// This replica took or received a snapshot.
     Snapshot {
-        /// Index it stands at.
+        /// Log index of the snapshot.
         index: u64,
     },
-    /// This replica's storage is at fault.
+    /// This replica's storage has a fault.
     Fault {
-        /// In words.
+        /// Description of the fault.
         detail: String,
     },
     /// The registry changed.
     Backend {
-        /// The backend's id.
+        /// Id of the backend.
         id: String,
-        /// How.
+        /// Kind of change.
         change: BackendChange,
     },
-    /// A backend became healthy or unhealthy, as seen from this replica.
+    /// A backend became healthy or unhealthy, as seen by this replica.
     BackendHealth {
-        /// The backend's id.
+        /// Id of the backend.
         id: String,
         /// Whether it is healthy.
         is_healthy: bool,
-        /// Why not.
+        /// Reason if it is unhealthy.
         detail: Option<String>,
     },
-    /// A backend's circuit opened or closed, as seen from this replica.
+    /// A backend's circuit opened or closed, as seen by this replica.
     BackendCircuit {
-        /// The backend's id.
+        /// Id of the backend.
         id: String,
-        /// Whether requests pass it over.
+        /// Whether the circuit is open.
         is_open: bool,
     },
-    /// Predictions of what a backend has cached are off beyond the bound, or no longer.
+    /// A backend's cache predictions started or stopped exceeding the error bound.
     BackendAccuracy {
-        /// The backend's id.
+        /// Id of the backend.
         id: String,
-        /// Whether they are off.
+        /// Whether they exceed it.
         is_off: bool,
-        /// Predicted less cached, thousandths of the prompt tokens.
+        /// Predicted less actually cached tokens, in thousandths of the prompt tokens.
         error_permille: i32,
-        /// What the capacity that its engine told is taken times, thousandths.
+        /// Correction factor of the engine's capacity, in thousandths.
         correction_permille: u32,
     },
-    /// What routing follows beside the policy was replaced.
+    /// The routing settings other than the policy were replaced.
     Routing {
         /// The new settings.
         config: RoutingSettings,
     },
-    /// The ownership of a backend is known in another way, or another replica reads its KV events.
+    /// The source of a backend's ownership changed, or the reader of its KV events.
     Ownership {
-        /// The backend's id.
+        /// Id of the backend.
         id: String,
-        /// How it is known: `exact`, `degraded` or `lease`.
+        /// Source of the ownership: `exact`, `degraded` or `lease`.
         mode: KvMode,
         /// Why it is not exact.
         reason: Option<String>,
-        /// Who reads its KV events.
+        /// Reader of its KV events.
         reader: Option<ReplicaId>,
     },
     /// The routing policy was replaced.
     Policy {
-        /// The new one.
+        /// The new policy.
         config: PolicyConfig,
     },
-    /// A peer's state differs from this replica's at the same index: never right.
+    /// A peer's state differs from this replica's at the same index, which must never happen.
     DigestMismatch {
-        /// The peer.
+        /// Id of the peer.
         peer: ReplicaId,
-        /// Where.
+        /// Log index of the comparison.
         index: u64,
         /// This replica's digest, 32 hex digits.
         ours: String,
-        /// The peer's.
+        /// The peer's digest, 32 hex digits.
         theirs: String,
     },
 }
 
-/// How a member changed.
+/// Kind of a member's change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemberChange {
-    /// It is new.
+    /// The member is new.
     Added,
     /// It became a voter.
     Promoted,
-    /// It is a voter no more.
+    /// It is no longer a voter.
     Demoted,
-    /// It is gone.
+    /// It was removed.
     Removed,
-    /// It is heard from.
+    /// It is connected.
     Connected,
-    /// It is not heard from.
+    /// It is disconnected.
     Disconnected,
 }
 
-/// How a backend changed.
+/// Kind of a backend's change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BackendChange {
-    /// It is new.
+    /// The backend is new.
     Added,
-    /// An operator changed it, or its engine told other facts.
+    /// An operator changed it, or its engine reported other facts.
     Changed,
-    /// A new incarnation began: another URL, or the engine restarted.
+    /// A new incarnation started: another URL, or the engine restarted.
     Restarted,
-    /// It takes no new requests.
+    /// It accepts no new requests.
     Draining,
-    /// It takes requests again.
+    /// It accepts requests again.
     Undrained,
-    /// It is gone.
+    /// It was removed.
     Removed,
 }
 
-/// An event with its place in this replica's stream.
+/// An event with its position in this replica's stream.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct NumberedEvent {
-    /// From 1, ascending by one, anew at each start of the replica.
+    /// Number from 1, ascending by one, starting over when the replica starts.
     #[serde(skip)]
     pub number: u64,
-    /// When it was noticed, unix milliseconds.
+    /// When the event was noticed, in Unix milliseconds.
     pub at_ms: u64,
-    /// What happened.
+    /// The event itself.
     #[serde(flatten)]
     pub event: ClusterEvent,
 }
@@ -184,7 +184,7 @@ pub struct NumberedEvent {
 #[derive(Clone)]
 pub struct EventBus {
     sender: broadcast::Sender<Arc<NumberedEvent>>,
-    /// The last number given; held until its event is sent, so that they come in order.
+    /// Last number assigned; locked until its event is sent, so that events stay in order.
     last: Arc<Mutex<u64>>,
     clock: Clock,
 }
@@ -196,7 +196,7 @@ impl Default for EventBus {
 }
 
 impl EventBus {
-    /// Nobody has subscribed; events are stamped by `clock`.
+    /// Creates a stream without subscribers, with events stamped by `clock`.
     #[must_use]
     pub fn new(clock: Clock) -> Self {
         Self {
@@ -206,13 +206,13 @@ impl EventBus {
         }
     }
 
-    /// Gives `event` to every subscriber.
+    /// Sends `event` to every subscriber.
     pub fn send(&self, event: ClusterEvent) {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         *last += 1;
         let number = *last;
         let at_ms = self.clock.unix_ms();
-        // Nobody listening is no fault.
+        // Having no subscribers is not a fault.
         drop(self.sender.send(Arc::new(NumberedEvent {
             number,
             at_ms,
@@ -220,7 +220,7 @@ impl EventBus {
         })));
     }
 
-    /// Every event from now on.
+    /// Subscribes to all future events.
     #[must_use]
     pub fn subscribe(&self) -> broadcast::Receiver<Arc<NumberedEvent>> {
         self.sender.subscribe()
@@ -228,7 +228,7 @@ impl EventBus {
 }
 
 impl ClusterEvent {
-    /// Its name, the `event` field of an SSE event.
+    /// Returns the event's name, used as the `event` field of an SSE event.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -250,7 +250,7 @@ impl ClusterEvent {
     }
 }
 
-/// What happened between two looks at the cluster, in a fixed order.
+/// Returns the events between two views of the cluster, in a fixed order.
 #[must_use]
 pub fn status_changes(before: &ClusterStatus, after: &ClusterStatus) -> Vec<ClusterEvent> {
     let mut events = Vec::new();
@@ -305,7 +305,7 @@ fn member_changes(before: &ClusterStatus, after: &ClusterStatus, events: &mut Ve
     }
 }
 
-/// What happened between two looks at the registry, by slot.
+/// Returns the events between two views of the registry, by slot.
 #[must_use]
 pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<ClusterEvent> {
     let mut events = Vec::new();
@@ -352,7 +352,7 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<ClusterEvent
     events
 }
 
-/// Whose predictions came to be off, or good again, between two looks, by slot.
+/// Returns the backends whose predictions started or stopped exceeding the error bound, by slot.
 #[must_use]
 pub fn accuracy_changes(
     registry: &Registry,
@@ -379,7 +379,7 @@ pub fn accuracy_changes(
     events
 }
 
-/// How a backend's ownership is known, and who reads its KV events.
+/// Condition of a backend's ownership, and reader of its KV events.
 type Knowledge = (Option<KvCondition>, Option<ReplicaId>);
 
 fn ownership_changes(before: &Registry, after: &Registry, events: &mut Vec<ClusterEvent>) {
@@ -407,7 +407,7 @@ fn by_id(registry: &Registry) -> BTreeMap<&str, &Backend> {
     backends.map(|b| (b.spec.id.as_str(), b)).collect()
 }
 
-/// Watches the cluster and the registry until `stop` and sends what changes to `events`.
+/// Watches the cluster and the registry until `stop` and sends changes to `events`.
 pub async fn follow(
     cluster: Arc<dyn Cluster>,
     view: Arc<StateView>,

@@ -1,6 +1,6 @@
-//! Readers of foreign bytes as functions that must not panic, hang or take memory beyond a bound,
-//! whatever they are given. For the fuzz targets of `chaos-tests`; the functions stand beside what they
-//! read.
+//! Fuzz targets: readers of untrusted bytes as functions that must not panic, hang or use unbounded
+//! memory, whatever their input. Used by `chaos-tests`; the functions are next to the code they
+//! exercise.
 
 pub use crate::admin::fuzzing::{admin_body, admin_body_seeds};
 pub use crate::backends::fuzzing::{
@@ -26,7 +26,7 @@ use crate::admission::backlog;
 use crate::divergence::Digests;
 use crate::routing::LoadTable;
 
-/// Paths of requests, by number.
+/// Request paths, selected by number.
 pub(crate) const PATHS: &[&str] = &[
     "/v1/chat/completions",
     "/v1/completions",
@@ -41,14 +41,14 @@ pub(crate) const PATHS: &[&str] = &[
     "/elsewhere",
 ];
 
-/// Takes the first byte off as the number of a path.
+/// Takes the first byte as the number of a path.
 pub(crate) fn path_of(bytes: &[u8]) -> Option<(&'static str, &[u8])> {
     let (number, rest) = bytes.split_first()?;
     Some((PATHS[usize::from(*number) % PATHS.len()], rest))
 }
 
-/// What a peer tells outside the log: its kind in one byte, then a backlog, a load report or the claim
-/// of a digest. A report that is taken is told on as it was.
+/// Decodes a peer's message outside the log: its kind in one byte, then a backlog, a load report or
+/// a digest claim. An accepted backlog survives another round of encoding and decoding.
 pub fn peer_reports(bytes: &[u8]) {
     let Some((kind, bytes)) = bytes.split_first() else {
         return;
@@ -79,7 +79,7 @@ pub fn peer_reports(bytes: &[u8]) {
     }
 }
 
-/// Real reports.
+/// Real messages.
 #[must_use]
 pub fn peer_reports_seeds() -> Vec<Vec<u8>> {
     let line = |model| {

@@ -1,11 +1,11 @@
-//! Log lines that clients and engines could cause without end.
+//! Rate limiting for log lines that clients and engines could cause without end.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Lets so many lines through in a period, and counts the others.
+/// Allows a number of lines per period and counts the suppressed ones.
 #[derive(Debug)]
 pub(crate) struct Seldom {
     lines_max: u32,
@@ -15,16 +15,16 @@ pub(crate) struct Seldom {
 
 #[derive(Debug, Default)]
 struct Said {
-    /// When the period began; `None` before the first line.
+    /// Start of the period; `None` before the first line.
     since: Option<Instant>,
-    /// Lines in it.
+    /// Lines in the period.
     lines: u32,
-    /// Lines suppressed since the last one that was let through.
+    /// Lines suppressed since the last allowed one.
     suppressed: u64,
 }
 
 impl Seldom {
-    /// At most `lines_max` lines in a `period`.
+    /// Allows at most `lines_max` lines per `period`.
     pub(crate) fn new(lines_max: u32, period: Duration) -> Self {
         Self {
             lines_max,
@@ -33,9 +33,9 @@ impl Seldom {
         }
     }
 
-    /// Whether a line may be written; if so, how many were suppressed since the last one.
+    /// Whether a line may be written; if so, returns how many were suppressed since the last one.
     pub(crate) fn may_say(&self) -> Option<u64> {
-        // Counts are whole between any two of their changes.
+        // Counts are consistent between any two changes.
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         if said.since.is_none_or(|since| now - since >= self.period) {

@@ -1,14 +1,14 @@
-//! Texts of strangers on an operator's screen.
+//! Safe display of untrusted text on an operator's screen.
 //!
-//! Names of users, models and backends come from requests and engines. What a terminal would obey
-//! rather than show, or show in another order than it stands, is escaped wherever a person reads, and
-//! refused in names that an operator gives.
+//! Names of users, models and backends come from requests and engines. Characters that a terminal
+//! would interpret, or display in another order, are escaped wherever a person reads them, and
+//! rejected in names that an operator assigns.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// Whether a terminal does something else with `c` than to show it in its place: control characters
-/// (C0, DEL, C1), line and paragraph separators, those that turn the direction of writing, and
+/// Whether a terminal does anything with `c` but display it in its place: control characters (C0,
+/// DEL, C1), line and paragraph separators, characters that change the direction of writing, and
 /// invisible ones.
 #[must_use]
 pub fn is_obeyed(c: char) -> bool {
@@ -18,13 +18,13 @@ pub fn is_obeyed(c: char) -> bool {
             | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// `text` with such characters written as `\u{1b}`.
+/// Escapes such characters in `text`, as in `\u{1b}`.
 #[must_use]
 pub fn escaped(text: &str) -> Cow<'_, str> {
     escaped_but(text, &[])
 }
 
-/// The same, with lines and tabs left as they are.
+/// Like [`escaped`], but keeps line breaks and tabs.
 #[must_use]
 pub fn escaped_lines(text: &str) -> Cow<'_, str> {
     escaped_but(text, &['\n', '\t'])

@@ -1,7 +1,8 @@
-//! What the hand-written concurrency of this crate is made of, in one place: loom's models of it compile
-//! the same files with a module of this name that has loom's twins (`chaos-tests/src/bin/models`).
+//! The primitives of this crate's hand-written concurrency, in one place. Loom models compile the
+//! same files with a module of this name that contains loom's versions
+//! (`chaos-tests/src/bin/models`).
 //!
-//! Pointers are shared by the standard library's `Arc` in both: it is not what is modelled.
+//! Both share pointers by the standard library's `Arc`, which is not modelled.
 
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 pub(crate) use std::sync::{Mutex, MutexGuard, RwLock};

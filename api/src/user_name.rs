@@ -1,5 +1,5 @@
-//! Names of users within the log's bound: the one place that shortens them, so that traffic, `explain`
-//! and the admin API mean the same user.
+//! User names within the log's bound. This is the only place that shortens them, so that traffic,
+//! `explain` and the admin API refer to the same user.
 
 use std::borrow::Cow;
 
@@ -8,17 +8,18 @@ use state::ids::UserKey;
 use state::prefix::user_key;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// What a shortened name ends with: `#` and a hash.
+/// Length of a shortened name's suffix: `#` and a hash.
 const HASH_BYTES: usize = 1 + 16;
-/// A shortened name may be shorter than the bound by the rest of a character.
+/// How much shorter than the bound a shortened name may be, because characters are not split.
 const CHARACTER_BYTES_MAX: usize = 4;
 
-/// A user's name as the state keeps it: within the log's bound.
+/// A user's name as stored in the state: within the log's bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UserName(String);
 
 impl UserName {
-    /// The name `name`. One above [`NAME_BYTES_MAX`] is cut, and told apart by its hash.
+    /// Shortens `name` if necessary: a name above [`NAME_BYTES_MAX`] is cut and distinguished by its
+    /// hash.
     #[must_use]
     pub fn bounded<'a>(name: impl Into<Cow<'a, str>>) -> Self {
         let name = name.into();
@@ -30,26 +31,26 @@ impl UserName {
         Self(format!("{}#{hash:016x}", &name[..cut]))
     }
 
-    /// The name as text.
+    /// Returns the name as text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The user's key under the cluster's seed.
+    /// Returns the user's key under the cluster's seed.
     pub(crate) fn key(&self, hash_seed: u64) -> UserKey {
         user_key(hash_seed, &self.0)
     }
 }
 
-/// Whether a name looks like one that was shortened here.
+/// Whether a name looks as if it was shortened here.
 pub(crate) fn looks_shortened(name: &str) -> bool {
     let is_as_long = name.len() + CHARACTER_BYTES_MAX > NAME_BYTES_MAX;
     let end = name.rsplit_once('#').map(|(_, end)| end);
     is_as_long && end.is_some_and(is_hash)
 }
 
-/// Whether a text is a hash as it stands in names.
+/// Whether a text has the form of a hash in names.
 pub(crate) fn is_hash(text: &str) -> bool {
     text.len() == 16 && text.bytes().all(|it| it.is_ascii_hexdigit())
 }
