@@ -1,4 +1,4 @@
-//! Reads a backup as it comes, and checks every byte of it.
+//! Reads a backup as it arrives, and checks every byte of it.
 
 use std::io::{self, Read};
 
@@ -10,23 +10,23 @@ use super::{
     LENGTH_BYTES, MAGIC, PREFIX_BYTES,
 };
 
-/// What of a backup has come as a whole.
+/// A complete piece of a backup.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BackupPiece {
-    /// What it says of itself; comes first.
+    /// The head, which comes first.
     Head(BackupHead),
-    /// The next bytes of the state: [`CHUNK_BYTES`], or what is left.
+    /// The next bytes of the state: [`CHUNK_BYTES`], or the rest.
     Chunk(Bytes),
-    /// All of it was there.
+    /// The end; the backup was complete.
     End,
 }
 
-/// Takes bytes as they come and gives out what is whole. Keeps what was pushed and not given out: push
-/// what is at hand, then take pieces until there is none.
+/// Accepts bytes as they arrive and returns complete pieces. Keeps whatever was pushed and not
+/// returned, so push the available bytes, then take pieces until there are none.
 #[derive(Debug, Default)]
 pub struct BackupReader {
     buffer: BytesMut,
-    /// Place of the buffer in the file.
+    /// Offset of the buffer in the file.
     offset: u64,
     head: Option<BackupHead>,
     chunks: u64,
@@ -35,15 +35,15 @@ pub struct BackupReader {
 }
 
 impl BackupReader {
-    /// Adds what comes next in the file.
+    /// Adds the next bytes of the file.
     pub fn push(&mut self, bytes: &[u8]) {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// The next piece; `None`: more is needed for it.
+    /// Returns the next piece; `None` if it needs more bytes.
     ///
     /// # Errors
-    /// When what is there is no backup. Nothing after that means anything.
+    /// If the bytes are not a backup. All later results are meaningless.
     pub fn piece(&mut self) -> Result<Option<BackupPiece>, BackupError> {
         if self.is_ended {
             return self.end().map(|()| None);
@@ -54,10 +54,10 @@ impl BackupReader {
         }
     }
 
-    /// Nothing follows.
+    /// Checks that nothing follows.
     ///
     /// # Errors
-    /// When the end is missing, or something follows it.
+    /// If the end is missing, or something follows it.
     pub fn end(&self) -> Result<(), BackupError> {
         match (self.is_ended, self.buffer.len()) {
             (true, 0) => Ok(()),
@@ -162,8 +162,8 @@ impl BackupReader {
     }
 }
 
-/// Gives out the state in a backup file as one stream. Faults of the file are [`io::Error`]s that hold
-/// [`BackupError`].
+/// Reads the state in a backup file as one stream. Faults of the file are [`io::Error`]s that
+/// contain a [`BackupError`].
 #[derive(Debug)]
 pub struct FileReader<R> {
     file: R,
@@ -177,7 +177,7 @@ impl<R: Read> FileReader<R> {
     /// Reads up to the head.
     ///
     /// # Errors
-    /// Those of the file, or that it is no backup.
+    /// Those of the file, or if it is not a backup.
     pub fn open(file: R) -> io::Result<(Self, BackupHead)> {
         let mut opened = Self {
             file,
@@ -194,7 +194,7 @@ impl<R: Read> FileReader<R> {
         }
     }
 
-    /// The next piece; `None` behind the end.
+    /// Returns the next piece; `None` after the end.
     fn next(&mut self) -> io::Result<Option<BackupPiece>> {
         let damaged = |fault: BackupError| io::Error::new(io::ErrorKind::InvalidData, fault);
         loop {
@@ -219,7 +219,7 @@ impl<R: Read> Read for FileReader<R> {
         while self.chunk.is_empty() && !self.is_ended {
             match self.next()? {
                 Some(BackupPiece::Chunk(chunk)) => self.chunk = chunk,
-                // What may follow the end is looked at, too.
+                // Continue past the end, to check what follows.
                 Some(BackupPiece::Head(_) | BackupPiece::End) => {}
                 None => self.is_ended = true,
             }

@@ -1,4 +1,4 @@
-//! What was written is read back, however it comes; damage is found where it is.
+//! What was written is read back, however it is split, and damage is located.
 
 use std::io::{Read, Write};
 

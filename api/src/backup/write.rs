@@ -8,7 +8,7 @@ use super::{
     BackupHead, CHECKSUM_BYTES, CHUNK_BYTES, END_BYTES, FORMAT, HEAD_BYTES_MAX, LENGTH_BYTES, MAGIC,
 };
 
-/// Cuts the state that is written to it into chunks.
+/// Splits the state written to it into chunks.
 pub struct BackupWriter<W: Write> {
     out: W,
     chunk: Vec<u8>,
@@ -17,7 +17,7 @@ pub struct BackupWriter<W: Write> {
 }
 
 impl<W: Write> BackupWriter<W> {
-    /// Begins a backup.
+    /// Starts a backup.
     ///
     /// # Errors
     /// Those of `out`.
@@ -31,7 +31,7 @@ impl<W: Write> BackupWriter<W> {
         })
     }
 
-    /// Ends the backup; answers what it was written to.
+    /// Completes the backup and returns the underlying writer.
     ///
     /// # Errors
     /// Those of `out`.
@@ -78,7 +78,7 @@ impl<W: Write> Write for BackupWriter<W> {
     }
 }
 
-/// Counts what is written and keeps nothing of it.
+/// A writer that only counts bytes.
 #[derive(Debug, Default)]
 pub struct LengthCounter(pub u64);
 
@@ -93,10 +93,10 @@ impl Write for LengthCounter {
     }
 }
 
-/// LengthCounter of the whole file that begins with `head`.
+/// Returns the length of the whole file that begins with `head`, in bytes.
 ///
 /// # Errors
-/// When the head is too long.
+/// If the head is too long.
 pub fn file_bytes(head: &BackupHead) -> io::Result<u64> {
     let chunks = head.bytes.div_ceil(CHUNK_BYTES as u64);
     let around = (LENGTH_BYTES + CHECKSUM_BYTES) as u64;
@@ -104,7 +104,7 @@ pub fn file_bytes(head: &BackupHead) -> io::Result<u64> {
     Ok(encode(head)?.len() as u64 + chunks * around + head.bytes + end)
 }
 
-/// Everything before the first chunk.
+/// Encodes everything before the first chunk.
 fn encode(head: &BackupHead) -> io::Result<Vec<u8>> {
     let head = serde_json::to_vec(head).map_err(io::Error::other)?;
     if head.len() > HEAD_BYTES_MAX {

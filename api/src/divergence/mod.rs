@@ -1,16 +1,17 @@
 //! Digests of the state by log index: kept for the admin API and compared between replicas.
 //!
-//! Replicas are at different indexes at any moment, so a digest is only worth something where two
-//! of them recorded the same index. Every replica records each index divisible by
-//! [`STEP_ENTRIES`], any index somebody asked for before it was applied, and one where the log
-//! stands still. Peers are told those divisible by [`BOUNDARY_ENTRIES`], which last long enough to
-//! be told by all; where the log moves slowly any that is recorded at a step, and where it stands
-//! still that one, so that a fault shows soon in a quiet cluster too: a leader with a wrong state
-//! may be why it is quiet. A peer's claim about an index not reached here yet is kept until it is.
+//! At any moment, replicas are at different indexes, so digests can only be compared where two
+//! replicas recorded the same index. Every replica records each index divisible by
+//! [`STEP_ENTRIES`], any index requested before it was applied, and one where the log stands still.
+//! Peers receive those divisible by [`BOUNDARY_ENTRIES`], which last long enough for all to report
+//! them. If the log is slow, they receive every recorded step, and if it stands still, that index.
+//! A fault therefore also shows soon in a quiet cluster, which may be quiet because its leader has
+//! a wrong state. A peer's claim about an index not reached here yet is kept until it is.
 //!
-//! A mismatch means that the same log gave different states: it is logged, counted and announced.
-//! Where most voters of the cluster agree on another digest than this replica's, the fault is
-//! here ([`Digests::judge`]), until the whole state is replaced: nothing says which part is wrong.
+//! A mismatch means that the same log produced different states. It is logged, counted and
+//! announced. If most voters of the cluster agree on another digest than this replica's, the fault
+//! is here ([`Digests::judge`]) until the whole state is replaced, because nothing shows which part
+//! is wrong.
 
 #[cfg(test)]
 mod tests;
@@ -27,24 +28,24 @@ use tokio::sync::{Notify, watch};
 use crate::events::{ClusterEvent, EventBus};
 use crate::planted::{self, Bug};
 
-/// Peers are told the digest at every index divisible by this.
+/// Interval of indexes whose digest is sent to peers.
 pub const BOUNDARY_ENTRIES: u64 = 256;
-/// Every index divisible by this is recorded on every replica.
+/// Interval of indexes recorded on every replica.
 pub const STEP_ENTRIES: u64 = 16;
-/// The log moves slowly when it grew by fewer entries than this since it was last looked at. Looks are
-/// a second apart: a step of a slow log is the newest one for at least 250 ms, in which peers are told
-/// of it twice, as they hear every 100 ms.
+/// Growth per check below which the log counts as slow. Checks are a second apart, so a step of a
+/// slow log is the newest one for at least 250 ms. Peers receive it at least twice in that time,
+/// because they get a message every 100 ms.
 pub const SLOW_ENTRIES: u64 = 4 * STEP_ENTRIES;
-/// Digests kept.
+/// Number of digests kept.
 pub const DIGESTS_KEPT_MAX: usize = 4096;
 const _: () = assert!(BOUNDARY_ENTRIES.is_multiple_of(STEP_ENTRIES));
-/// Claims of one peer kept until their index is reached.
+/// Number of claims of one peer kept until their index is reached.
 pub const CLAIMS_PER_PEER_MAX: usize = 16;
-/// Indexes that may be waited for at one time.
+/// Maximum number of indexes awaited at a time.
 pub const WANTED_MAX: usize = 256;
-/// Indexes of which is kept what each peer said there.
+/// Number of indexes for which the peers' claims are kept.
 pub const COMPARED_MAX: usize = 16;
-/// Length of an exchanged message: version, index, digest.
+/// Length of an exchanged message (version, index, digest), in bytes.
 pub const MESSAGE_BYTES: usize = 1 + 8 + 16;
 
 const MESSAGE_VERSION: u8 = 1;
@@ -52,44 +53,44 @@ const MESSAGE_VERSION: u8 = 1;
 /// A peer's state that differs from this replica's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mismatch {
-    /// The peer.
+    /// Id of the peer.
     pub peer: ReplicaId,
-    /// Where both stood.
+    /// Log index of the comparison.
     pub index: u64,
-    /// This replica's digest there.
+    /// This replica's digest at that index.
     pub ours: u128,
-    /// The peer's.
+    /// The peer's digest at that index.
     pub theirs: u128,
 }
 
-/// That most voters hold another state than this replica.
+/// Evidence that most voters hold another state than this replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Minority {
-    /// Where they were compared.
+    /// Log index of the comparison.
     pub index: u64,
-    /// This replica's digest there.
+    /// This replica's digest at that index.
     pub ours: u128,
-    /// The majority's.
+    /// The majority's digest at that index.
     pub theirs: u128,
-    /// Which voters hold it.
+    /// Voters that hold the majority's state.
     pub holders: Vec<ReplicaId>,
 }
 
-/// Digests by index and what peers claimed. Pure; [`Digests`] shares it between tasks.
+/// Digests by index, and the peers' claims. Pure; [`Digests`] shares it between tasks.
 #[derive(Debug, Default)]
 pub struct DigestRing {
     recorded: VecDeque<(u64, u128)>,
     claims: BTreeMap<ReplicaId, VecDeque<(u64, u128)>>,
-    /// What each peer said of indexes recorded here, the last [`COMPARED_MAX`] of them.
+    /// Each peer's claim about the last [`COMPARED_MAX`] indexes recorded here.
     compared: BTreeMap<u64, BTreeMap<ReplicaId, u128>>,
-    /// Where the log last stood still.
+    /// Index where the log last stood still.
     rested_at: u64,
-    /// Whether the log moves slowly.
+    /// Whether the log is slow.
     is_slow: bool,
 }
 
 impl DigestRing {
-    /// Records the digest at `index`; answers what peers claimed otherwise.
+    /// Records the digest at `index` and returns the peers that claimed another one.
     pub fn record(&mut self, index: u64, digest: u128) -> Vec<Mismatch> {
         let place = self.recorded.partition_point(|(at, _)| *at < index);
         if self.recorded.get(place).is_none_or(|(at, _)| *at != index) {
@@ -113,9 +114,9 @@ impl DigestRing {
             .collect()
     }
 
-    /// Records the digest at `index`, where the log stands still; answers which peers hold another.
-    /// It takes the place of what was recorded there before: a state that changes without the log is
-    /// wrong from then on.
+    /// Records the digest at `index`, where the log stands still, and returns the peers that hold
+    /// another one. It replaces what was recorded there before: a state that changes without the
+    /// log is wrong from then on.
     pub fn rest(&mut self, index: u64, digest: u128) -> Vec<Mismatch> {
         self.rested_at = index;
         if self.get(index).is_none_or(|before| before == digest) {
@@ -136,7 +137,7 @@ impl DigestRing {
         found
     }
 
-    /// Compares once: a peer says the same until it has something newer to say.
+    /// Compares a claim once: a peer repeats it until it has a newer one.
     fn compare(
         &mut self,
         peer: ReplicaId,
@@ -157,8 +158,8 @@ impl DigestRing {
         })
     }
 
-    /// Whether at some index more than half of `voters` hold one and the same digest that is not
-    /// this replica's. Learners do not count: they have their state from whoever leads.
+    /// Returns whether, at some index, more than half of `voters` hold one digest that differs from
+    /// this replica's. Learners do not count, because their state comes from the leader.
     #[must_use]
     pub fn minority(&self, voters: &[ReplicaId]) -> Option<Minority> {
         self.compared.iter().rev().find_map(|(&index, said)| {
@@ -180,15 +181,15 @@ impl DigestRing {
         })
     }
 
-    /// Takes a peer's claim: compared at once when its index is recorded, kept when it is ahead of
-    /// everything recorded, dropped when it is behind and unknown.
+    /// Handles a peer's claim. It is compared at once if its index is recorded, kept if it is ahead
+    /// of everything recorded, and dropped otherwise.
     pub fn claim(&mut self, peer: ReplicaId, index: u64, theirs: u128) -> Option<Mismatch> {
         if let Some(ours) = self.get(index) {
             return self.compare(peer, index, ours, theirs);
         }
         if self.recorded.back().is_none_or(|(last, _)| *last < index) {
             let claims = self.claims.entry(peer).or_default();
-            // It is said again and again until there is something newer to say.
+            // A claim is repeated until there is a newer one.
             if claims.back() != Some(&(index, theirs)) {
                 claims.push_back((index, theirs));
             }
@@ -199,7 +200,7 @@ impl DigestRing {
         None
     }
 
-    /// The digest recorded at `index`.
+    /// Returns the digest recorded at `index`.
     #[must_use]
     pub fn get(&self, index: u64) -> Option<u128> {
         let place = self.recorded.partition_point(|(at, _)| *at < index);
@@ -207,7 +208,7 @@ impl DigestRing {
         (*at == index).then_some(*digest)
     }
 
-    /// The newest digest that peers can hold theirs against.
+    /// Returns the newest digest that peers can compare with theirs.
     #[must_use]
     pub fn to_tell(&self) -> Option<(u64, u128)> {
         let rested = self.get(self.rested_at);
@@ -220,18 +221,18 @@ impl DigestRing {
         rested.max(self.newest(every))
     }
 
-    /// The newest digest at an index divisible by `every`.
+    /// Returns the newest digest at an index divisible by `every`.
     fn newest(&self, every: u64) -> Option<(u64, u128)> {
         let is_such = |(index, _): &&(u64, u128)| index.is_multiple_of(every);
         self.recorded.iter().rev().find(is_such).copied()
     }
 
-    /// Notes by how many entries the log grew since it was last looked at.
+    /// Records how many entries the log has grown by since the last check.
     pub fn grew(&mut self, entries: u64) {
         self.is_slow = entries < SLOW_ENTRIES;
     }
 
-    /// Recorded indexes, ascending.
+    /// Iterates over the recorded indexes, ascending.
     pub fn indexes(&self) -> impl DoubleEndedIterator<Item = u64> {
         self.recorded.iter().map(|(index, _)| *index)
     }
@@ -240,9 +241,9 @@ impl DigestRing {
 /// The digests of one replica, shared by the apply loop, the peers' messages and the admin API.
 pub struct Digests {
     inner: Mutex<DigestsInner>,
-    /// Smallest index somebody waits for; `u64::MAX` for none. Read at every apply.
+    /// Smallest awaited index; `u64::MAX` if none. Read at every apply.
     wanted_from: AtomicU64,
-    /// Last index seen by [`Digests::applied`] that was recorded or passed a wanted one.
+    /// Last index seen by [`Digests::applied`] that was recorded or passed an awaited one.
     progress: watch::Sender<u64>,
     mismatches: AtomicU64,
     differs: Notify,
@@ -270,25 +271,25 @@ impl Default for Digests {
     }
 }
 
-/// A message that is no claim.
+/// Bytes that are not a digest message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("digest message: expected {MESSAGE_BYTES} bytes of version {MESSAGE_VERSION}")]
 pub struct ClaimError;
 
-/// Too many indexes are waited for.
+/// Too many indexes are awaited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{WANTED_MAX} indexes are waited for, which is the limit")]
 pub struct TooManyWaitsRejection;
 
 impl Digests {
-    /// Tells mismatches to `events`; only the first call counts.
+    /// Sends mismatches to `events`. Only the first call has an effect.
     pub fn announce(&self, events: EventBus) {
         // A second sink would be a wiring fault without effect on what is compared.
         drop(self.events.set(events));
     }
 
-    /// Call after every applied or skipped index, before the state can change again. `digest` is
-    /// taken only where it is recorded; elsewhere this is one load and a mask.
+    /// Must be called after every applied or skipped index, before the state can change again.
+    /// `digest` is only called where it is recorded; otherwise this costs one load and a mask.
     pub fn applied(&self, index: u64, digest: impl FnOnce() -> u128) {
         let is_step = index.is_multiple_of(STEP_ENTRIES);
         let passes_wanted = self.wanted_from.load(Ordering::Acquire) <= index;
@@ -304,21 +305,21 @@ impl Digests {
         } else {
             Vec::new()
         };
-        // Whoever waits looks into the ring while it holds the progress: never take that lock
-        // within this one.
+        // A waiting task looks into the ring while it holds the progress, so that lock must never
+        // be taken within this one.
         drop(inner);
         mismatches.iter().for_each(|mismatch| self.sound(mismatch));
         self.progress.send_replace(index);
     }
 
-    /// Records the digest at the applied index out of turn, as when somebody asked for it.
+    /// Records the digest at the applied index outside the regular steps, for example on request.
     pub fn record(&self, index: u64, digest: u128) {
         let mismatches = self.lock().ring.record(index, digest);
         mismatches.iter().for_each(|mismatch| self.sound(mismatch));
     }
 
-    /// Asks for an index that is not applied yet. Call between two applies, or it may be missed.
-    /// Where too many are asked for already, it takes the place of one further ahead.
+    /// Requests an index that is not applied yet. Must be called between two applies, or the index
+    /// may be missed. If too many are requested already, it replaces one further ahead.
     ///
     /// # Errors
     /// [`TooManyWaitsRejection`].
@@ -335,40 +336,41 @@ impl Digests {
         Ok(())
     }
 
-    /// Waits until a wanted index was applied or passed over; the digest there, if recorded within
-    /// `timeout`.
+    /// Waits until a requested index was applied or skipped, and returns its digest if it was
+    /// recorded within `timeout`.
     pub async fn wait(&self, index: u64, timeout: Duration) -> Option<u128> {
         let mut progress = self.progress.subscribe();
         let passed = progress.wait_for(|last| *last >= index || self.get(index).is_some());
-        // Timed out or not, the ring has the last word.
+        // Whether or not it timed out, the ring decides.
         drop(tokio::time::timeout(timeout, passed).await);
         self.get(index)
     }
 
-    /// The digest recorded at `index`.
+    /// Returns the digest recorded at `index`.
     #[must_use]
     pub fn get(&self, index: u64) -> Option<u128> {
         self.lock().ring.get(index)
     }
 
-    /// The newest recorded index at or below `index`.
+    /// Returns the newest recorded index at or below `index`.
     #[must_use]
     pub fn nearest(&self, index: u64) -> Option<u64> {
         self.lock().ring.indexes().rev().find(|at| *at <= index)
     }
 
-    /// The log stands still at `index`, where the state has this digest. Call between two applies.
+    /// Records that the log stands still at `index` with this digest. Must be called between two
+    /// applies.
     pub fn rest(&self, index: u64, digest: u128) {
         let mismatches = self.lock().ring.rest(index, digest);
         mismatches.iter().for_each(|mismatch| self.sound(mismatch));
     }
 
-    /// Notes by how many entries the log grew since it was last looked at.
+    /// Records how many entries the log has grown by since the last check.
     pub fn grew(&self, entries: u64) {
         self.lock().ring.grew(entries);
     }
 
-    /// This replica's claim for its peers; `None` before there is anything to compare.
+    /// Returns this replica's claim for its peers; `None` before there is anything to compare.
     #[must_use]
     pub fn message(&self) -> Option<[u8; MESSAGE_BYTES]> {
         let (index, digest) = self.lock().ring.to_tell()?;
@@ -379,10 +381,10 @@ impl Digests {
         Some(message)
     }
 
-    /// Takes a peer's claim.
+    /// Handles a peer's claim.
     ///
     /// # Errors
-    /// [`ClaimError`] for bytes that are none.
+    /// [`ClaimError`] if the bytes are not a claim.
     pub fn receive(&self, peer: ReplicaId, message: &[u8]) -> Result<(), ClaimError> {
         let (index, theirs) = match message.split_first() {
             Some((&MESSAGE_VERSION, rest)) => rest.split_at_checked(8).ok_or(ClaimError)?,
@@ -397,19 +399,20 @@ impl Digests {
         Ok(())
     }
 
-    /// Mismatches found since the start.
+    /// Returns the number of mismatches found since the start.
     #[must_use]
     pub fn mismatches(&self) -> u64 {
         self.mismatches.load(Ordering::Relaxed)
     }
 
-    /// Returns when a peer's state was found to differ since the last call returned. For one caller.
+    /// Waits until a peer's state was found to differ after the previous call returned. For a
+    /// single caller.
     pub async fn differs(&self) {
         self.differs.notified().await;
     }
 
-    /// Decides whether this replica's state is the wrong one, seen from all `voters` (this replica
-    /// among them or not). Answers when that was found by this call; it stays so, see
+    /// Decides whether this replica's state is the wrong one, judged by all `voters` (which may or
+    /// may not include this replica). Returns a result if this call found it. It is kept, see
     /// [`Digests::minority`], until [`Digests::forget`].
     pub fn judge(&self, voters: &[ReplicaId]) -> Option<Minority> {
         if planted::is(Bug::MinorityUnnoticed) {
@@ -423,13 +426,13 @@ impl Digests {
         Some(found)
     }
 
-    /// What [`Digests::judge`] found and was not mended since.
+    /// Returns what [`Digests::judge`] found, if it has not been repaired since.
     #[must_use]
     pub fn minority(&self) -> Option<Minority> {
         self.minority.load().as_deref().cloned()
     }
 
-    /// The state was replaced: what was recorded and found of the one before counts no more.
+    /// Forgets all records and findings after the state was replaced.
     pub fn forget(&self) {
         self.lock().ring = DigestRing::default();
         self.minority.store(None);
@@ -468,12 +471,12 @@ impl Digests {
     }
 
     fn lock(&self) -> MutexGuard<'_, DigestsInner> {
-        // The ring is whole between any two of its changes: a panic elsewhere does not spoil it.
+        // The ring is consistent between any two changes, so a panic elsewhere does not corrupt it.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A digest as the API writes it: 32 hex digits.
+/// Formats a digest for the API: 32 hex digits.
 #[must_use]
 pub fn hex(digest: u128) -> String {
     format!("{digest:032x}")

@@ -1,4 +1,4 @@
-//! What is recorded, compared, waited for and judged.
+//! Recording, comparing, awaiting and judging digests.
 
 use proptest::prelude::*;
 
@@ -77,7 +77,8 @@ fn who_differs_from_most_members_is_in_the_minority_until_mended() {
     claim(&digests, 2, 256, 8);
     claim(&digests, 3, 256, 8);
     claim(&digests, 4, 256, 7);
-    // Two of five say otherwise: that may be their fault. A stranger's word does not count.
+    // Two of five disagree, which may be their fault. A claim from outside the voters does not
+    // count.
     claim(&digests, 9, 256, 8);
     assert_eq!(digests.judge(&members), None);
     claim(&digests, 5, 256, 8);
@@ -95,7 +96,7 @@ fn who_differs_from_most_members_is_in_the_minority_until_mended() {
 
     digests.forget();
     assert_eq!(digests.minority(), None);
-    // What the peers go on to say of the time before does not count.
+    // Later claims of the peers about earlier indexes do not count.
     claim(&digests, 3, 256, 8);
     claim(&digests, 4, 512, 8);
     digests.applied(768, || 9);
@@ -169,7 +170,7 @@ fn memory_is_bounded() {
     }
     assert_eq!(digests.want(9999), Err(TooManyWaitsRejection));
     assert_eq!(digests.want(1), Ok(()));
-    // Indexes that will not be reached soon do not shut out those that will.
+    // Indexes that will not be reached soon do not displace those that will.
     let digests = Digests::default();
     for index in 0..WANTED_MAX as u64 {
         digests.want(u64::MAX - index).unwrap();
@@ -192,7 +193,7 @@ fn passing_a_wanted_index_does_not_wait_for_who_waits() {
             }
         });
     });
-    // As after a snapshot: the wanted index itself is never applied.
+    // As after a snapshot: the requested index itself is never applied.
     for index in (1..60_001).step_by(3) {
         digests.want(index).unwrap();
         digests.applied(index + 1, || 0);
@@ -239,13 +240,13 @@ proptest! {
     fn a_mismatch_is_found_in_whatever_order_both_sides_speak(
         order in proptest::collection::vec((any::<bool>(), 1u64..20), 1..40)
     ) {
-        // Claims and records at even indexes agree, at odd ones they do not. A claim that comes
+        // Claims and records agree at even indexes and disagree at odd ones. A claim that arrives
         // while it is ahead or recorded is compared; one that is behind is dropped.
         let mut ring = DigestRing::default();
         let mut found = 0;
         let mut expected = 0;
         let mut kept: Vec<u64> = Vec::new();
-        // Of one index a peer is heard once, however often it says the same.
+        // A peer's claim about an index counts once, however often it is repeated.
         let mut told = BTreeSet::new();
         let mut last = 0;
         for (is_claim, index) in order {
@@ -293,12 +294,12 @@ fn a_state_that_is_lost_while_the_log_stands_still_is_found() {
     assert_eq!(digests.mismatches(), 2);
     let found = digests.judge(&members).unwrap();
     assert_eq!((found.index, found.ours, found.theirs), (300, 8, 7));
-    // Once mended, the same index is compared again.
+    // After the repair, the same index is compared again.
     digests.forget();
     digests.rest(300, 7);
     digests.receive(PEER, &told_at_rest(300, 7)).unwrap();
     assert_eq!(digests.mismatches(), 2);
-    // A boundary further on is told in its place.
+    // A later boundary is sent in its place.
     digests.applied(512, || 9);
     assert_eq!(digests.message().unwrap().to_vec(), message(512, 9));
 }
