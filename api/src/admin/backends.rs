@@ -41,14 +41,14 @@ struct BackendDetail {
     ownership: OwnershipDetail,
     slot: Slot,
     incarnation: Incarnation,
-    /// The engine's reports on which the cluster has agreed.
+    /// Facts about the engine that the cluster has agreed on.
     facts: EngineFacts,
     /// The engine's last report to this replica.
     engine: EngineMetrics,
     probes: ProbeDetail,
 }
 
-/// How the blocks of the engine are known.
+/// State of a backend's ownership.
 #[derive(Serialize)]
 struct OwnershipDetail {
     mode: KvMode,

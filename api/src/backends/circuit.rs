@@ -124,11 +124,11 @@ pub(crate) struct HalfOpenProbe {
 
 /// Whether a request may go.
 pub(crate) enum BreakerState {
-    /// It may, because the circuit is closed.
+    /// The circuit is closed, so the request may go.
     Closed,
-    /// It may, as the one request that tries a backend with an open circuit.
+    /// The circuit is open, and this request may go as the one that tries the backend.
     HalfOpen(HalfOpenProbe),
-    /// It may not: another such request is in flight, or the pause is not over.
+    /// The circuit is open, and another request is trying the backend or the pause is not over.
     Open,
 }
 

@@ -1,11 +1,12 @@
-//! Panic mode, as Envoy calls it: probes that fail for too many of a model's backends at once are not
-//! believed, because the network between is likelier to be broken than all these engines.
+//! Panic mode, as in Envoy: if probes fail for too many of a model's backends at once, they are not
+//! believed, because a broken network in between is more likely than the failure of all these
+//! engines.
 //!
-//! A backend is *doubtful* when it is unhealthy although the last probe of it was not refused a
-//! connection: it timed out, or was answered badly. When less than a share of a model's backends are
-//! healthy ([`super::ProbeSettings::panic_threshold_percent`]; those that are surely gone, drain or were
-//! never probed do not count), the doubtful ones that answered a request lately are used like healthy
-//! ones. Circuits hold as ever.
+//! A backend is *doubtful* if it is unhealthy although its last probe was not refused a connection:
+//! the probe timed out, or got a bad answer. Panic mode starts when less than a given share of a
+//! model's backends are healthy ([`super::ProbeSettings::panic_threshold_percent`]); backends that
+//! are certainly gone, draining or were never probed do not count. The doubtful backends that
+//! answered a request lately are then used like healthy ones. Circuit breakers apply as usual.
 
 use std::collections::BTreeSet;
 
@@ -14,13 +15,13 @@ use tokio::time::Instant;
 
 use super::{Backends, Glance};
 
-/// Stands for every model that no backend names, as engines serve that were not asked yet.
+/// Stands for every model that no backend names: engines that have not been asked yet may serve it.
 const UNNAMED: &str = "";
-/// How it is shown.
+/// Displayed form of [`UNNAMED`].
 const SHOWN_UNNAMED: &str = "*";
 
 impl Backends {
-    /// Models in panic mode, by name; `"*"` for those that no backend names.
+    /// Returns the models in panic mode, by name; `"*"` for those that no backend names.
     #[must_use]
     pub fn panicking(&self, registry: &Registry) -> BTreeSet<String> {
         let now = Instant::now();
@@ -41,7 +42,7 @@ impl Backends {
         shown.map(str::to_owned).collect()
     }
 
-    /// Whether `backend` gets requests as far as its health goes: it is healthy, or its probes are
+    /// Whether `backend` may get requests according to its health: it is healthy, or its probes are
     /// doubted for one of its models.
     #[must_use]
     pub fn is_up(&self, registry: &Registry, backend: &Backend) -> bool {
@@ -72,13 +73,13 @@ impl Backends {
         is_of_use && self.are_below_threshold(healthy, doubtful)
     }
 
-    /// Whether only probes say that `backend` is unhealthy, while it answers requests.
+    /// Whether only probes call `backend` unhealthy, while it answers requests.
     pub(crate) fn may_lie(&self, backend: &Backend, glance: Glance, now: Instant) -> bool {
         glance.is_doubtful && self.answered_lately(backend.handle, now)
     }
 }
 
-/// The models that the operator or, under `"*"`, the engine names.
+/// Iterates over the models named by the operator or, with `"*"`, by the engine.
 pub(crate) fn named_models(backend: &Backend) -> impl Iterator<Item = &str> {
     let models = &backend.spec.models;
     let is_any = models.iter().any(|model| model == "*");

@@ -1,5 +1,5 @@
-//! The probes against engines on loopback: what makes a backend healthy, unhealthy and gone, and
-//! what is told to the cluster about it.
+//! The probes against engines on loopback: when a backend becomes healthy, unhealthy and gone, and
+//! what is reported to the cluster.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -20,7 +20,7 @@ use super::*;
 
 const PAGE: &str = include_str!("samples/vllm.txt");
 const MODELS: &str = r#"{"object":"list","data":[{"id":"m"}]}"#;
-/// Nothing here takes long; a test that hangs should say so.
+/// Nothing here takes long; a test that hangs should fail.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A state with a registry, changed by commands as the log would.
@@ -68,7 +68,7 @@ impl Cluster {
     }
 }
 
-/// Runs probes over a cluster with one backend, and hears what is told about it.
+/// Runs probes over a cluster with one backend, and receives their reports.
 struct Bench {
     cluster: Cluster,
     backends: Arc<Backends>,
@@ -137,7 +137,7 @@ impl Bench {
     }
 }
 
-/// Serves `answer` for each path; counts what is asked.
+/// Serves `answer` for each path and counts the requests.
 struct Engine {
     addr: SocketAddr,
     asked: Arc<Mutex<BTreeMap<String, usize>>>,
@@ -329,7 +329,7 @@ async fn a_metrics_page_out_of_bounds_does_not_make_unhealthy() {
     assert_eq!(record.metrics, EngineMetrics::default());
 }
 
-/// Accepts connections and leaves each to `talk`; counts those open.
+/// Accepts connections, passes each to `talk` and counts the open ones.
 async fn raw<F>(talk: impl Fn(TcpStream) -> F + Send + 'static) -> (SocketAddr, Arc<AtomicUsize>)
 where
     F: Future<Output = ()> + Send + 'static,
@@ -462,7 +462,7 @@ async fn a_backend_that_takes_over_slot_and_engine_goes_by_its_own_name() {
     let engine = Engine::start(vllm).await;
     let mut bench = Bench::new(quick(), engine.addr);
     bench.until_healthy(true).await;
-    // Between two looks at the registry: the slot is never seen empty.
+    // Between two checks of the registry, so that the slot is never seen empty.
     bench.cluster.apply(Command::DeleteBackend {
         name: "gpu-1".to_owned(),
     });

@@ -161,7 +161,7 @@ impl Rig {
     }
 }
 
-/// What an engine reports to hold, without any of the router's rules: its own hashes with the
+/// The cache as the engine reports it, without any of the router's rules: its own hashes with the
 /// number of copies, and the parent of each.
 #[derive(Default)]
 struct Cache {

@@ -154,7 +154,7 @@ fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String
     ranks_of(&events, replay.as_ref(), host)
 }
 
-/// Returns the endpoints at which an engine at `host` reports to publish.
+/// Returns the endpoints at which an engine at `host` says it publishes.
 fn endpoints(
     publisher: &Publisher,
     host: &str,

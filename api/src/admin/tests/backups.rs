@@ -61,7 +61,7 @@ impl Bench {
         file
     }
 
-    /// Sends a file in pieces that are not those of the file.
+    /// Sends a file in pieces that differ from its chunks.
     async fn restore(&self, query: &str, file: Bytes) -> Answer {
         let pieces: Vec<_> = file.chunks(10_007).map(Bytes::copy_from_slice).collect();
         let pieces = pieces.into_iter().map(Ok::<_, std::io::Error>);

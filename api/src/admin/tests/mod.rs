@@ -1,4 +1,4 @@
-//! The admin API, called without a socket, over a cluster that applies what it is given to a real
+//! The admin API, called without a socket, over a cluster that applies its commands to a real
 //! state.
 
 mod backups;
@@ -29,7 +29,7 @@ use crate::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeE
 use crate::prompt::ModelSettings;
 use crate::routing::{OutboxSettings, RouterParts, SelectSettings};
 
-/// What becomes of proposals.
+/// Outcome of proposals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Commit,
@@ -38,7 +38,7 @@ enum Fate {
     Stopping,
 }
 
-/// A cluster of one that commits at once, or does as it is told.
+/// A cluster of one that commits at once, or as a test dictates.
 struct Fake {
     state: Mutex<RouterState>,
     view: Arc<StateView>,
@@ -173,14 +173,14 @@ fn status() -> ClusterStatus {
     }
 }
 
-/// An admin API with all it stands on.
+/// An admin API with everything it depends on.
 struct Bench {
     cluster: Arc<Fake>,
     admin: Arc<Admin>,
     api: axum::Router,
 }
 
-/// An answer read whole.
+/// A complete answer.
 struct Answer {
     status: StatusCode,
     headers: HeaderMap,
@@ -247,7 +247,7 @@ impl Bench {
         bench
     }
 
-    /// The same with `gpu-1`, healthy, and `gpu-2`, not probed yet.
+    /// Like [`Self::new`], with `gpu-1`, healthy, and `gpu-2`, not probed yet.
     fn with_backends() -> Self {
         let bench = Self::new();
         for id in ["gpu-1", "gpu-2"] {
@@ -292,7 +292,7 @@ impl Bench {
             .await
     }
 
-    /// A `GET` that answers 200.
+    /// Sends a `GET` that must answer 200.
     async fn get(&self, path: &str) -> Value {
         let answer = self.call("GET", path, "").await;
         assert_eq!(answer.status, StatusCode::OK, "{path}: {}", answer.body);
@@ -300,7 +300,7 @@ impl Bench {
         answer.json()
     }
 
-    /// A call that answers a problem with this status and kind.
+    /// Makes a call that must answer with a problem of this status and kind.
     async fn problem(
         &self,
         (method, path, body): (&str, &str, &str),

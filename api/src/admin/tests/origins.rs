@@ -1,4 +1,4 @@
-//! What a browser sends for pages of other sites.
+//! Requests that a browser sends for pages of other sites.
 
 use super::*;
 
@@ -66,7 +66,7 @@ async fn the_listener_answers_to_its_own_names_only() {
             status,
             "{foreign}"
         );
-        // Load balancers have names of their own for a replica.
+        // Load balancers use their own names for a replica.
         assert_eq!(bench.status_of("GET", "/livez", &host).await, 200);
     }
     let two = [("host", "localhost"), ("host", "evil.example")];

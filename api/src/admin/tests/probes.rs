@@ -115,7 +115,8 @@ async fn a_restart_without_a_quorum_serves_what_was_restored() {
     ];
     let degraded = json!({"status": "degraded", "reasons": reasons});
     assert_eq!(readiness(&bench).await, (200, degraded));
-    // Who hears a quorum learns soon how far behind it is: others should serve until then.
+    // A replica that hears a quorum soon learns how far behind it is; others should serve until
+    // then.
     bench.cluster.status.lock().unwrap().has_quorum = true;
     let behind = json!({"status": "not-ready", "reasons": ["not caught up with the cluster"]});
     assert_eq!(readiness(&bench).await, (503, behind));

@@ -1,4 +1,4 @@
-//! Reads: what they show, at which index, and page by page.
+//! Reads: content, index and paging.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use state::ids::{BackendRef, UserKey};
 use super::*;
 use crate::events::{self, ClusterEvent};
 
-/// One request of three blocks at `gpu-1`, under way.
+/// One request of three blocks at `gpu-1`, in flight.
 fn acquire(bench: &Bench, attempt: u32) {
     let backend = bench.admin.view.registry().backends[0].handle;
     let items = vec![Item::Acquire {
@@ -43,11 +43,11 @@ async fn backends_are_listed_with_all_that_is_known() {
     assert_eq!(list["index"], 4);
     assert_eq!(list.get("next_cursor"), None);
     let mut first = list["backends"][0].clone();
-    // A hash of probes and engine figures is enough detail elsewhere.
+    // Probes and engine figures are tested in detail elsewhere.
     let engine = first["engine"].take();
     assert_eq!(engine["waiting"], 2);
     assert_eq!(engine["kv_usage_permille"], 250);
-    // What is measured and what reads KV events have tests of their own.
+    // Measurements and readers of KV events have their own tests.
     assert_eq!(first["service"]["capacity_blocks"], 100);
     assert_eq!(first["service"]["learnt"], json!(null));
     assert_eq!(first["circuit"]["is_open"], false);
@@ -243,7 +243,7 @@ async fn a_digest_is_of_its_index() {
     assert_eq!(first["index"], 1);
     assert_eq!(first["digest"].as_str().unwrap().len(), 32);
     bench.apply(Command::PutBackend(spec("a")));
-    // Kept because it was asked for when it was the newest.
+    // Kept because it was requested while it was the newest.
     assert_eq!(bench.get("/admin/v1/digest?index=1").await, first);
     let second = bench.get("/admin/v1/digest?index=2").await;
     assert_ne!(second["digest"], first["digest"]);
@@ -368,7 +368,7 @@ async fn changes_are_found_and_sent() {
         events,
         stop.clone(),
     ));
-    // The first look is taken when the task first runs.
+    // The task takes its first look when it first runs.
     tokio::task::yield_now().await;
     bench.apply(Command::PutBackend(spec("a")));
     bench.cluster.status.lock().unwrap().leader = None;

@@ -1,4 +1,4 @@
-//! Writes: what they change, and what they say when they do not or may not have.
+//! Writes: their effects, and their answers when they have none or an unknown one.
 
 use serde_json::json;
 use state::command::UserSpec;
@@ -38,7 +38,7 @@ const MEMBERS: &str = "/admin/v1/cluster/members";
 const USER: &str = "/admin/v1/users/u";
 const EXPLAIN: &str = "/admin/v1/explain";
 
-/// Method, path, body and the field the problem names.
+/// Method, path, body and the field that the problem names.
 const WRONG: &[(&str, &str, &str, &str)] = &[
     ("PUT", BACKEND, "", "body"),
     ("PUT", BACKEND, "{", "body"),
@@ -149,7 +149,7 @@ async fn what_the_cluster_rejects_is_a_problem_that_names_the_field() {
     let put = ("PUT", "/admin/v1/users/u", r#"{"weight_milli":0}"#);
     let problem = bench.problem(put, 400, "invalid").await;
     assert_eq!(problem["field"], "weight_milli");
-    // Neither half of it is done.
+    // Neither half takes effect.
     let body = r#"{"weight_milli":5,"limits":{"requests":0}}"#;
     let put = ("PUT", "/admin/v1/users/half", body);
     let problem = bench.problem(put, 400, "invalid").await;
@@ -301,7 +301,7 @@ async fn a_user_is_weighed_and_the_policy_replaced() {
     assert_eq!(user["name"], "team a/b");
     assert_eq!(user["weight_milli"], 2500);
     assert_eq!(user["is_configured"], true);
-    // Both in one command, so that no lost leader leaves half of it.
+    // Both in one command, so that losing the leader cannot leave half of it.
     let index = bench.admin.view.applied().0;
     let both = r#"{"weight_milli":1500,"limits":{"requests":9}}"#;
     let put = bench.call("PUT", "/admin/v1/users/ada", both).await;
@@ -428,7 +428,7 @@ async fn what_is_too_large_or_no_name_is_refused_before_it_is_proposed() {
             .problem(("PUT", "/admin/v1/backends/gpu", &body), 400, "invalid")
             .await;
     }
-    // Within the bounds of a body, above those of the log once it is encoded.
+    // Within the bound of a body, but above that of the log when encoded.
     let models = "\"\",".repeat((1 << 20) / 3 - 100);
     let body = format!(r#"{{"url":"http://gpu:8000","models":[{models}"x"]}}"#);
     let answer = bench.call("PUT", "/admin/v1/backends/gpu", &body).await;

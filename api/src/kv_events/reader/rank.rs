@@ -197,8 +197,8 @@ impl RankReader {
         self.show(position);
     }
 
-    /// Repeats the last report. Blocks from leases fade as time passes in the log, and if nothing
-    /// else is reported there, this makes it pass.
+    /// Repeats the last report so that time passes in the log: blocks from leases fade with it, and
+    /// nothing else may be reported there.
     fn say_again(&mut self) {
         if let Some((publisher, seq)) = self.stream.told()
             && !self.stream.is_in_doubt()

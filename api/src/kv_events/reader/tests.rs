@@ -1,5 +1,5 @@
-//! Readers over real sockets: a state, an engine that repeats what it published, and what goes wrong
-//! between them.
+//! Readers over real sockets: a state, an engine that repeats what it published, and faults in
+//! between.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -21,11 +21,11 @@ use crate::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use crate::routing::{self, OutboxSettings};
 
 const MODEL: &str = "tiny";
-/// Tokens of the engine's blocks.
+/// Tokens per block of the engine.
 const BLOCK: u32 = 2;
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A cluster of one; may lose what is told of a message once.
+/// A cluster of one; may lose a message's report once.
 struct Log {
     state: Mutex<RouterState>,
     view: Arc<StateView>,
@@ -69,7 +69,7 @@ impl Log {
         });
     }
 
-    /// A backend that is read here, with its events and replays on these ports.
+    /// Registers a backend that is read here, with its events and replays on these ports.
     fn add(&self, events: u16, replay: u16) -> BackendRef {
         self.admin(Command::PutBackend(BackendSpec {
             id: "gpu".to_owned(),
@@ -190,7 +190,7 @@ impl Cluster for Log {
     }
 }
 
-/// Reads in the background as long as the test's runtime is there.
+/// Reads in the background for as long as the test's runtime exists.
 fn read(log: &Arc<Log>) {
     let spec = TokenizerSpec::HuggingFace(
         Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -236,7 +236,8 @@ fn message(seq: u8) -> Bytes {
     bytes.into()
 }
 
-/// An engine that has published so many messages; answers the ports of its two sockets.
+/// Starts an engine that has published `messages` messages, and returns the ports of its two
+/// sockets.
 async fn engine(messages: u8) -> (u16, u16) {
     let events = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let replay = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -287,7 +288,7 @@ fn stored(seq: u64) -> KvNews {
 #[tokio::test]
 async fn what_was_exact_is_in_doubt_while_the_publisher_cannot_be_reached() {
     let log = Log::new();
-    // Nobody listens there any more.
+    // Nothing listens there any more.
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = closed.local_addr().unwrap().port();
     drop(closed);

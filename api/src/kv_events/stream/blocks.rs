@@ -37,7 +37,7 @@ pub struct HashIdentity {
     pub block_size: u32,
 }
 
-/// These events cannot be used.
+/// The engine's events cannot be used, for this reason.
 #[derive(Debug)]
 pub(super) struct UnusableEventsError(pub(super) KvRefusal);
 

@@ -1,4 +1,4 @@
-//! Streams by table: who is told what, message by message, and recorded ones to the token.
+//! Streams by table, message by message, and recorded ones to the token.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,15 +12,15 @@ use crate::prompt::{TokenScope, chain_of_tokens};
 /// Tokens per block in messages written here.
 const BLOCK: u32 = 2;
 
-/// What a cluster would make of what it is told.
+/// What a cluster would conclude from the reports.
 #[derive(Default)]
 struct View {
     publisher: u64,
     last: Option<u64>,
     is_current: bool,
-    /// Copies of each block.
+    /// Number of copies of each block.
     copies: HashMap<EngineHash, u32>,
-    /// The first name under which a block came.
+    /// First engine hash of each block.
     names: BTreeMap<BlockHash, EngineHash>,
     story: String,
 }
@@ -88,7 +88,7 @@ impl View {
         }
     }
 
-    /// Leading blocks of a prompt that an engine would find.
+    /// Returns the leading blocks of a prompt that an engine would find.
     fn hits(&self, chain: &[BlockHash], tokens: usize, block_size: u32) -> usize {
         let most = tokens.saturating_sub(1) / block_size as usize;
         let is_held = |hash: &&BlockHash| {
@@ -99,7 +99,7 @@ impl View {
     }
 }
 
-/// A stream with the view of those it tells, and what it asked for.
+/// A stream with the view of the cluster, and its requests for replays.
 struct Table {
     stream: EventStream,
     view: View,
@@ -156,7 +156,8 @@ impl Table {
         self
     }
 
-    /// The engine answers with what it has from where it was asked, as long as it is asked.
+    /// Answers each replay request of the engine with the messages it has, until there are no more
+    /// requests.
     fn answer(&mut self, run: &str, has: std::ops::Range<u64>) -> &mut Self {
         while let Some(from) = self.asked.take() {
             for seq in has.clone().filter(|seq| *seq >= from) {
@@ -209,7 +210,7 @@ fn payload(run: &str, events: u32, write: impl FnOnce(&mut Vec<u8>)) -> Bytes {
     bytes.into()
 }
 
-/// Message `seq` of a run: one root block of that name.
+/// Message `seq` of a run: one first block of that name.
 fn message(run: &str, seq: u64) -> Bytes {
     let token = u32::try_from(seq).unwrap();
     payload(run, 1, |bytes| {
@@ -322,7 +323,8 @@ fn a_restart_is_seen_by_numbers_that_fall() {
 
 #[test]
 fn a_restart_behind_a_broken_connection_is_seen_by_the_last_message() {
-    // The restarted engine has come as far as the one before: numbers alone do not tell.
+    // The restarted engine has come as far as the previous one, so numbers alone do not distinguish
+    // them.
     for has in [5..5, 0..3, 0..5, 0..6, 0..9] {
         let mut table = Table::fresh();
         table.connect().answer("a", 0..5);
@@ -372,7 +374,7 @@ fn quiet_is_checked_and_a_doubt_lifted() {
         .act(|stream, _| stream.check(false))
         .answer("a", 0..2)
         .check("[ask 1]");
-    // The publisher dropped messages for us, and is quiet since.
+    // The publisher dropped messages for this subscriber and has been silent since.
     table
         .act(|stream, _| stream.check(false))
         .answer("a", 0..4)
@@ -492,7 +494,7 @@ fn large_messages_come_in_parts() {
     assert_eq!(parts, [(0, false), (1, false), (2, true)]);
 }
 
-/// After each recorded message the view is what the engine's cache was: every later prompt's hit is
+/// After each recorded message, the view equals the engine's cache: every later prompt's hit is
 /// predicted to the token.
 #[test]
 fn recorded_hits_are_predicted() {
@@ -506,7 +508,7 @@ fn recorded_hits_are_predicted() {
                 let payload = message.payload.clone();
                 table.act(|stream, around| stream.live(message.seq, payload, around));
             }
-            // Version 0.12 does not tell salts: a salted prompt is never predicted there.
+            // Version 0.12 does not report salts, so a salted prompt is never predicted there.
             let is_told = name == "vllm032_bs32" || request.salt.is_none();
             let (Some(hit), true) = (request.hit, is_told && !request.prompt.is_empty()) else {
                 continue;

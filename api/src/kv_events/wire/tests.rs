@@ -1,4 +1,4 @@
-//! Recorded payloads, made-up ones, and damaged ones.
+//! Payloads: recorded, made-up and damaged ones.
 
 use proptest::prelude::*;
 use rmp::encode as pack;
@@ -150,7 +150,7 @@ fn further_keys_end_what_can_be_hashed() {
         }
     };
     let nil = b"\xc0";
-    // The adapter's name stands in every block and is no salt.
+    // The adapter's name is in every block and is not a salt.
     let keys = stored(b"\x93\x91\xa3ada\x91\xa3ada\x91\xa3ada", nil);
     assert_eq!((keys.salt, keys.foreign_from), (None, None));
     let keys = stored(b"\x93\x92\xa3ada\xa4salt\xc0\xc0", nil);
@@ -158,7 +158,8 @@ fn further_keys_end_what_can_be_hashed() {
         (keys.salt.as_deref(), keys.foreign_from),
         (Some("salt"), None)
     );
-    // A medium: a name and a place, or a name in a later block, or in a block that begins nothing.
+    // Media: a name and a position, a name in a later block, or one in a block that does not start
+    // a prompt.
     let keys = stored(b"\x93\xc0\x91\x92\xa1i\x05\xc0", nil);
     assert_eq!(keys.foreign_from, Some(1));
     let keys = stored(b"\x93\xc0\xc0\x91\xa1i", nil);
