@@ -1,4 +1,4 @@
-//! The replicas of a dev cluster: brought up in this process, waited for, taken down.
+//! The replicas of a dev cluster: started in this process, awaited and stopped.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,23 +18,23 @@ use tokio::time::{Instant, sleep};
 use crate::app::{Addresses, App, BoundSockets, ShutdownHandle};
 use crate::config::{self, Config, Formation, ListenConfig, Origin, Parsed};
 
-/// How many there are: the fewest of which one may die.
+/// Number of replicas: the fewest that tolerate the loss of one.
 const REPLICAS: u8 = 3;
-/// Where replica 1 serves clients, unless told or taken.
+/// Default port of replica 1 for clients.
 const FIRST_PORT: u16 = 8080;
 /// Longest wait for a leader and healthy engines.
 const START_DEADLINE: Duration = Duration::from_secs(30);
-/// Time between two looks at something that is waited for.
+/// Polling interval of awaited conditions.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How the replicas are brought up.
+/// How the replicas are started.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct FleetPlan<'a> {
-    /// Where their state is kept; `None`: in a folder that goes with them.
+    /// Folder of their state; `None`: a temporary one.
     pub(crate) data_dir: Option<&'a Path>,
-    /// First port; `None`: known ones, or free ones when these are taken.
+    /// First port; `None`: known ports, or free ones if these are taken.
     pub(crate) port: Option<u16>,
-    /// Settings of their config, `section.key=value` each.
+    /// Settings of their config, each as `section.key=value`.
     pub(crate) settings: &'a [String],
     /// Whether prompts are identified by the engines' tokens, in blocks of the engines' size.
     pub(crate) has_tokens: bool,
@@ -42,7 +42,7 @@ pub(crate) struct FleetPlan<'a> {
 
 /// A running replica.
 pub(crate) struct FleetReplica {
-    /// Where it listens.
+    /// Its listening addresses.
     pub(super) addresses: Addresses,
     /// Its log, members and state.
     pub(super) cluster: Arc<dyn Cluster>,
@@ -52,13 +52,13 @@ pub(crate) struct FleetReplica {
 
 /// The running replicas.
 pub(crate) struct Fleet {
-    /// By id, ascending from 1.
+    /// Replicas by id, ascending from 1.
     pub(super) replicas: Vec<FleetReplica>,
-    /// Removed when the fleet has left, or could not start.
+    /// Removed when the fleet has left or could not start.
     _temporary: Option<TemporaryFolder>,
 }
 
-/// A folder that goes with this value.
+/// A folder that is removed when this value is dropped.
 struct TemporaryFolder(PathBuf);
 
 impl Drop for TemporaryFolder {
@@ -124,7 +124,7 @@ impl Fleet {
         {
             wait_on(deadline, "the replicas did not form a cluster").await?;
         }
-        // Ids keep their state over runs, but an emulated engine may listen elsewhere by now.
+        // Ids persist between runs, but an emulated engine may listen elsewhere now.
         for spec in backends {
             let committed = self.replicas[0]
                 .cluster
@@ -148,7 +148,7 @@ impl Fleet {
         }
     }
 
-    /// The first model replica 1 lists.
+    /// Returns the first model that replica 1 lists.
     pub(crate) async fn first_model(&self) -> anyhow::Result<String> {
         self.model_at(0).await.context("ask for the models")
     }
@@ -159,7 +159,7 @@ impl Fleet {
         Ok(client.first_model(targets.uri(index, "/v1/models")).await?)
     }
 
-    /// Where clients go, in order of id.
+    /// Returns the URLs for clients, in order of id.
     pub(crate) fn data_urls(&self) -> Vec<String> {
         self.replicas
             .iter()
@@ -167,7 +167,7 @@ impl Fleet {
             .collect()
     }
 
-    /// What a user can do with the cluster as it stands.
+    /// Describes what a user can do with the running cluster.
     pub(super) fn urls(&self) -> String {
         let mut text = String::from("The cluster is up; ctrl-c ends it.\n");
         for (id, replica) in (1..).zip(&self.replicas) {
@@ -179,7 +179,7 @@ impl Fleet {
         text
     }
 
-    /// Ends all replicas at once, as nobody is left to serve, and removes what they need no more.
+    /// Stops all replicas at once, because no clients are left, and removes temporary files.
     pub(crate) async fn leave(self) {
         for replica in &self.replicas {
             replica.shutdown.abort();
@@ -211,7 +211,7 @@ impl ClusterUnderTest for Fleet {
     }
 }
 
-/// Waits a moment, unless it is too late.
+/// Waits a moment, or fails after the deadline.
 pub(super) async fn wait_on(deadline: Instant, complaint: &'static str) -> anyhow::Result<()> {
     if Instant::now() >= deadline {
         bail!("{complaint} in time");
@@ -220,8 +220,8 @@ pub(super) async fn wait_on(deadline: Instant, complaint: &'static str) -> anyho
     Ok(())
 }
 
-/// Sockets of every replica: the known ports, or free ones when they are taken and nobody asked for
-/// the known ones.
+/// Binds the sockets of every replica: the known ports, or free ones if these are taken and were
+/// not requested.
 fn ports(port: Option<u16>) -> anyhow::Result<Vec<(BoundSockets, Addresses)>> {
     let first = port.unwrap_or(FIRST_PORT);
     match (1..=REPLICAS).map(|id| bind(id, first)).collect() {
@@ -266,7 +266,7 @@ fn config_of(id: u8, data_dir: &Path, settings: &[String]) -> anyhow::Result<Con
     Ok(config::load(&origin)?.config)
 }
 
-/// What an engine's own blocks are made of.
+/// Returns the settings of an emulated engine's own blocks.
 fn tokens_of_engines() -> anyhow::Result<ModelSettings> {
     Ok(ModelSettings {
         name: "*".to_owned(),
@@ -275,7 +275,7 @@ fn tokens_of_engines() -> anyhow::Result<ModelSettings> {
     })
 }
 
-/// Tells a replica where it, its peers and the engines are.
+/// Sets the addresses of a replica, its peers and the engines in its config.
 fn lead_to(config: &mut Config, addresses: Addresses, peers: &[String], backends: &[BackendSpec]) {
     config.listen = ListenConfig {
         data: Parsed(addresses.data),

@@ -1,8 +1,8 @@
 //! `quorate dev`: a whole cluster on loopback in one process, a load through all its replicas, and
-//! a table of what came of it.
+//! a table of the results.
 //!
-//! Nothing is simplified: the replicas are the ones `quorate serve` runs, with their own sockets,
-//! log and snapshots each; only the engines are emulated, unless real ones are named.
+//! Nothing is simplified. The replicas are the ones that `quorate serve` runs, each with its own
+//! sockets, log and snapshots. Only the engines are emulated, unless real ones are given.
 
 pub(crate) mod fleet;
 mod outcome;
@@ -26,9 +26,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use fleet::{Fleet, FleetPlan};
 use outcome::DevOutcome;
 
-/// Requests of the load under way at a time; each is one chat.
+/// Number of concurrent requests in the load; each is one chat.
 const CHATS: u32 = 48;
-/// Longest one request of the load may take.
+/// Longest duration of one request of the load.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Run a demo cluster on loopback: three replicas, emulated engines and a load test.
@@ -56,7 +56,7 @@ pub struct DevArgs {
     /// Track the engines' caches exactly, by their KV events; implies --tokens
     #[arg(long)]
     exact: bool,
-    /// PublisherFaults of the emulated engines' KV events, as in `quorate engine --fault`
+    /// Faults of the emulated engines' KV events, as in `quorate engine --fault`
     #[arg(
         long,
         value_name = "FAULTS",
@@ -70,8 +70,8 @@ pub struct DevArgs {
     /// Model that the load test uses [default: the first one the cluster lists]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// First port: replica k serves clients at PORT + 10*(k-1), its admin API one port above and its
-    /// peers two above [default: 8080, or free ports if one of these is taken]
+    /// First port: replica k serves clients at PORT + 10*(k-1), its admin API one port above and
+    /// its peers two above [default: 8080, or free ports if one of these is taken]
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..=65_000))]
     port: Option<u16>,
     /// Keep the replicas' state in this directory, and start from it next time
@@ -82,11 +82,11 @@ pub struct DevArgs {
     once: bool,
 }
 
-/// Brings the cluster up, drives the load, prints the table and, unless `--once`, stays up until
-/// a signal.
+/// Starts the cluster, runs the load, prints the table and, without `--once`, keeps the cluster
+/// running until a signal.
 ///
 /// # Errors
-/// When the cluster does not come up or the first replica serves no model.
+/// If the cluster does not start or the first replica serves no model.
 pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     let mut interrupts = signal(SignalKind::interrupt())?;
     let mut terminations = signal(SignalKind::terminate())?;

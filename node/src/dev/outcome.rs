@@ -1,4 +1,4 @@
-//! What a dev run came to: the load's report and whether the replicas agree.
+//! Result of a dev run: the load's report and whether the replicas agree.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use tokio::time::Instant;
 
 use super::fleet::{Fleet, FleetReplica, wait_on};
 
-/// Longest wait until what was learnt is applied everywhere.
+/// Longest wait until all updates are applied everywhere.
 const AGREE_DEADLINE: Duration = Duration::from_secs(10);
 
-/// A replica's state when the load is over.
+/// A replica's state after the load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct ReplicaSummary {
     role: &'static str,
@@ -25,15 +25,15 @@ struct ReplicaSummary {
     users: usize,
 }
 
-/// The load's report and the replicas' standings.
+/// The load's report and the replicas' states.
 pub(super) struct DevOutcome {
     report: LoadReport,
     standings: Vec<ReplicaSummary>,
 }
 
 impl DevOutcome {
-    /// Waits until every replica has applied the same and no lease is open, or for too long, and
-    /// notes how they stand.
+    /// Waits until every replica has applied the same and no lease is open, or until a deadline,
+    /// and records their states.
     pub(super) async fn of(report: LoadReport, fleet: &Fleet) -> Self {
         let deadline = Instant::now() + AGREE_DEADLINE;
         loop {
@@ -62,13 +62,13 @@ impl DevOutcome {
         self.standings.iter().all(|standing| standing.leases == 0)
     }
 
-    /// No request failed, every replica holds the same state, and no lease is left open.
+    /// Whether no request failed, every replica holds the same state, and no lease is open.
     pub(super) fn is_good(&self) -> bool {
         let total = &self.report.total;
         total.failed == 0 && total.lost == 0 && self.agrees() && self.is_at_rest()
     }
 
-    /// Everything a reader wants to know, as text.
+    /// Formats the result as text.
     pub(super) fn tables(&self) -> String {
         let mut table = terminal::table(&[
             "replica",
