@@ -1,8 +1,8 @@
-//! Descriptors of the process: as many as the system lets it have, and how many clients they are
-//! enough for.
+//! File descriptors of the process: raises their number as far as the system allows, and limits
+//! clients to what it is enough for.
 //!
-//! A client's connection takes one, its request another one, to an engine. What clients may take is
-//! bounded such that the log, peers, operators and probes always find theirs.
+//! A client's connection takes one, and its request another one for the connection to an engine.
+//! Clients are limited such that the log, peers, operators and probes always find theirs.
 
 use std::fmt;
 
@@ -14,18 +14,18 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::config::LimitsConfig;
 
-/// Descriptors that clients and their requests leave alone: 128 connections of peers, 96 of
+/// Descriptors reserved from clients and their requests: 128 for connections of peers, 96 for
 /// operators, and 64 for the log, snapshots, listeners, links to peers, probes and the runtime.
 const RESERVE: u64 = 288;
 
-/// Raises the soft limit to the hard one; answers how many this process may have.
+/// Raises the soft limit to the hard one and returns the resulting limit.
 pub fn raise() -> u64 {
     let before = getrlimit(Resource::Nofile);
     let wished = Rlimit {
         current: before.maximum,
         ..before
     };
-    // No hard limit may still be more than the kernel gives.
+    // Even without a hard limit, the kernel may grant less.
     if before.current != before.maximum
         && let Err(error) = setrlimit(Resource::Nofile, wished)
     {
@@ -36,12 +36,12 @@ pub fn raise() -> u64 {
     limit
 }
 
-/// How many descriptors this process may have.
+/// Returns the limit on descriptors of this process.
 fn limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Lowers limits that `descriptors` are not enough for.
+/// Lowers limits for which `descriptors` do not suffice.
 pub fn fit(limits: &mut LimitsConfig, descriptors: u64) {
     let (connections, requests) = (limits.max_connections, limits.max_requests);
     let fitting = fitting(connections, requests, descriptors);
@@ -49,7 +49,7 @@ pub fn fit(limits: &mut LimitsConfig, descriptors: u64) {
         return;
     }
     (limits.max_connections, limits.max_requests) = fitting;
-    // Nobody alone may have more than half of what is left.
+    // No single client may have more than half of the rest.
     let (half_connections, half_requests) = (fitting.0.div_ceil(2), fitting.1.div_ceil(2));
     for (share, half) in [
         (&mut limits.max_connections_per_address, half_connections),
@@ -71,10 +71,10 @@ fn wanted(connections: u32, requests: u32) -> u64 {
     RESERVE + u64::from(connections) + u64::from(requests)
 }
 
-/// Connections and requests that find their descriptors, beside the reserve: what one of the two does
-/// not need the other may have.
+/// Returns the connections and requests for which the descriptors suffice, apart from the reserve.
+/// What one of the two does not need, the other may have.
 fn fitting(connections: u32, requests: u32, descriptors: u64) -> (u32, u32) {
-    // Under a limit that is hardly one, half is better than nothing.
+    // With an extremely low limit, half of it is better than nothing.
     let free = descriptors - RESERVE.min(descriptors / 2);
     let share = |own: u32, other: u32| {
         let most = (free / 2).max(free.saturating_sub(other.into())).max(1);
@@ -83,7 +83,7 @@ fn fitting(connections: u32, requests: u32, descriptors: u64) -> (u32, u32) {
     (share(connections, requests), share(requests, connections))
 }
 
-/// Metrics: how many descriptors are open, and how many may be.
+/// Metrics of the number of open descriptors and its limit.
 #[derive(Debug)]
 pub struct DescriptorMetrics;
 
@@ -94,7 +94,7 @@ impl Collector for DescriptorMetrics {
             let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
             value.encode(metric)
         };
-        // Not where the system has no such folder, nor while there is none left to read it.
+        // Not available where the system has no such folder, or no descriptor is left to read it.
         if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
             let open = open.count() as u64;
             gauge(

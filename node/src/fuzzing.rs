@@ -1,5 +1,5 @@
-//! Readers of foreign bytes as functions that must not panic, whatever they are given: messages of
-//! peers, config, answers of the admin API. For the fuzz targets of `chaos-tests`.
+//! Fuzz targets: readers of untrusted bytes as functions that must not panic, whatever their input:
+//! messages of peers, config, answers of the admin API. Used by `chaos-tests`.
 
 pub use crate::app::fuzzing::{exchange, exchange_seeds};
 pub use crate::cli::fuzzing::{admin_answer, admin_answer_seeds};

@@ -1,4 +1,4 @@
-//! JSON over HTTP: how commands talk to the admin API, and tests to the clusters they operate.
+//! JSON over HTTP, for commands that use the admin API and for tests of clusters.
 
 use std::time::Duration;
 
@@ -13,12 +13,12 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
 
-/// Largest answer read.
+/// Maximum length of an answer, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
-/// For an answer that is none of an admin listener.
+/// Hint for an answer that cannot come from an admin listener.
 const HINT: &str = "is this the admin listener of a replica? (`--admin URL` or QUORATE_ADMIN)";
 
-/// A client. Every request has a connection of its own, since replicas come and go.
+/// A client. Every request has its own connection, because replicas come and go.
 #[derive(Debug, Clone)]
 pub struct JsonClient {
     http: Client<HttpConnector, Full<Bytes>>,
@@ -32,12 +32,12 @@ pub struct JsonAnswer {
     pub status: StatusCode,
     /// The headers.
     pub headers: HeaderMap,
-    /// The body as it came.
+    /// The body as received.
     pub body: Bytes,
 }
 
 impl JsonClient {
-    /// A client whose requests take at most `timeout` each.
+    /// Creates a client whose requests take at most `timeout` each.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
         let mut builder = Client::builder(TokioExecutor::new());
@@ -48,7 +48,7 @@ impl JsonClient {
     /// Sends a request and reads the answer.
     ///
     /// # Errors
-    /// When no answer comes in time.
+    /// If there is no answer in time.
     pub async fn send(
         &self,
         method: Method,
@@ -61,10 +61,10 @@ impl JsonClient {
         answer.flatten().context(what)
     }
 
-    /// Sends a request that must succeed; the JSON of the answer.
+    /// Sends a request that must succeed, and returns the JSON of the answer.
     ///
     /// # Errors
-    /// When no answer comes in time, it is not JSON, or its status is not a success.
+    /// If there is no answer in time, it is not JSON, or its status is not a success.
     pub async fn call(
         &self,
         method: Method,
@@ -95,7 +95,7 @@ impl JsonAnswer {
     /// Reads the rest of an answer.
     ///
     /// # Errors
-    /// When it breaks off or is too large.
+    /// If it breaks off or is too large.
     pub async fn read(response: Response<Incoming>) -> anyhow::Result<Self> {
         let (head, body) = response.into_parts();
         let collected = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
@@ -107,19 +107,19 @@ impl JsonAnswer {
         })
     }
 
-    /// The body as JSON.
+    /// Returns the body as JSON.
     ///
     /// # Errors
-    /// When it is something else.
+    /// If it is not JSON.
     pub fn json(&self) -> anyhow::Result<Value> {
         let json = serde_json::from_slice(&self.body);
         json.map_err(|_| anyhow!("answered {} with what is not JSON: {HINT}", self.status))
     }
 
-    /// The body as JSON, if the status is a success.
+    /// Returns the body as JSON if the status is a success.
     ///
     /// # Errors
-    /// What the answer says is wrong.
+    /// The problem reported by the answer.
     pub fn success(&self) -> anyhow::Result<Value> {
         let (status, answer) = (self.status, self.json()?);
         if status.is_success() {
@@ -133,7 +133,7 @@ impl JsonAnswer {
     }
 }
 
-/// Why no answer came: the innermost cause in place of the layers around it.
+/// Returns why there was no answer: the innermost cause instead of the layers around it.
 pub(crate) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Error {
     let mut cause: &dyn std::error::Error = error;
     while let Some(inner) = cause.source() {

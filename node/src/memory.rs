@@ -1,18 +1,19 @@
 //! The memory limit of this process, and the share that request bodies may hold.
 //!
-//! In a container the kernel ends the process at the cgroup's limit: what requests hold has to fit
-//! well below. The limit is read once, at start.
+//! In a container, the kernel kills the process at the cgroup's limit, so requests must stay well
+//! below it. The limit is read once, at start.
 
 use std::path::{Path, PathBuf};
 
 use crate::config::{LimitsConfig, Parsed};
 
-/// Most bytes that requests hold where nothing else is said.
+/// Default maximum of the memory held by requests, in bytes.
 const HELD_BYTES_MAX: u64 = 1 << 30;
-/// What version 1 shows where there is no limit, and whatever is as large.
+/// Value from which a limit counts as none: cgroup version 1 shows a huge number.
 const UNLIMITED: u64 = 1 << 60;
 
-/// Chooses what the config leaves open by the `limit` of memory; warns when the limits do not fit.
+/// Chooses the limits that the config leaves open by the memory `limit`, and warns if the limits do
+/// not fit.
 pub(crate) fn fit(limits: &mut LimitsConfig, limit: Option<u64>) {
     let by_memory = held_bytes_max(limit, *limits.max_body);
     let chosen = limits
@@ -32,19 +33,19 @@ pub(crate) fn fit(limits: &mut LimitsConfig, limit: Option<u64>) {
     }
 }
 
-/// A quarter of the memory, as a body takes up to three times its length; at most
-/// [`HELD_BYTES_MAX`], but always room for one body.
+/// Returns a quarter of the memory, because a body takes up to three times its length; at most
+/// [`HELD_BYTES_MAX`], but always enough for one body.
 fn held_bytes_max(limit: Option<u64>, body_bytes_max: u64) -> u64 {
     let by_memory = limit.map_or(HELD_BYTES_MAX, |limit| HELD_BYTES_MAX.min(limit / 4));
     by_memory.max(body_bytes_max)
 }
 
-/// Whether half of the memory is enough for them; what is read ahead counts among them.
+/// Whether half of the memory suffices for the held bytes, which include what is read ahead.
 fn is_fitting(held_bytes: u64, limit: u64) -> bool {
     held_bytes <= limit / 2
 }
 
-/// The least limit of memory of the cgroups that this process is in; `None`: there is none.
+/// Returns the lowest memory limit of this process's cgroups; `None` if there is none.
 pub(crate) fn limit() -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let files = own.lines().flat_map(files_of).collect::<Vec<_>>();
@@ -52,8 +53,9 @@ pub(crate) fn limit() -> Option<u64> {
     files.into_iter().filter_map(read).min()
 }
 
-/// The files that may limit memory by one line of `/proc/self/cgroup`: of the group and of all above
-/// it. In a container's own view the group may not be found, its root is.
+/// Returns the files that may limit memory according to one line of `/proc/self/cgroup`: those of
+/// the group and of all its ancestors. In a container's own view, the group may not exist, but its
+/// root does.
 fn files_of(line: &str) -> Vec<PathBuf> {
     let mut parts = line.splitn(3, ':').skip(1);
     let (Some(controllers), Some(group)) = (parts.next(), parts.next()) else {
@@ -73,7 +75,7 @@ fn files_of(line: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// The limit that such a file tells; `None`: none.
+/// Parses the limit in such a file; `None` if there is none.
 fn limit_in(text: &str) -> Option<u64> {
     let bytes = text.trim().parse().ok()?;
     (bytes < UNLIMITED).then_some(bytes)

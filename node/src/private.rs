@@ -1,4 +1,5 @@
-//! Files that only this process's user may read: what is kept on disk names users and what they used.
+//! Files that only this process's user may read, because the data on disk contains user names and
+//! usage.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
@@ -6,15 +7,15 @@ use std::path::Path;
 
 use rustix::fs::Mode;
 
-/// Bits that let others than the owner in.
+/// Permission bits of anyone but the owner.
 const OTHERS: u32 = 0o077;
 
-/// Has every file and folder that this process makes be its user's alone.
+/// Makes all files and folders that this process creates private to its user.
 pub(crate) fn keep_new_files_private() {
     rustix::process::umask(Mode::from_raw_mode(OTHERS));
 }
 
-/// Makes a folder that only its owner may look into, or makes it one.
+/// Creates a folder that only its owner may read, or restricts an existing one.
 pub(crate) fn private_folder(path: &Path) -> io::Result<()> {
     let mut builder = std::fs::DirBuilder::new();
     builder.recursive(true).mode(0o700).create(path)?;
@@ -26,9 +27,9 @@ pub(crate) fn private_folder(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether others than its owner may read the file: a secret in it is none.
+/// Whether anyone but its owner may read the file, which must not hold for a secret.
 pub(crate) fn is_open_to_others(path: &Path) -> bool {
-    // What cannot be looked at was told when it was read.
+    // If this fails, reading the file has already reported it.
     path.metadata()
         .is_ok_and(|found| found.permissions().mode() & OTHERS != 0)
 }

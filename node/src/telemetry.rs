@@ -1,4 +1,4 @@
-//! Log lines: on stderr, human or JSON, filtered by a `tracing` filter.
+//! Logging: to stderr, human-readable or JSON, filtered by a `tracing` filter.
 
 use std::io::IsTerminal;
 
@@ -6,15 +6,16 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::{LogConfig, LogFormat, Parsed};
 
-/// Dependencies that tell each step of their work, each failed heartbeat of a peer that is known to be
-/// down, or each connection that a client resets; a filter that names them outranks this.
+/// Default filter for dependencies that log each step of their work, each failed heartbeat of a
+/// peer known to be down, or each connection reset by a client. A filter that names them takes
+/// precedence.
 const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,tonic=warn";
 
-/// Sets up logging for the whole process. Call once, from a program's `main`; a library or test
-/// that embeds a replica sets up its own, or none.
+/// Sets up logging for the whole process. Call it once, from a program's `main`. A library or test
+/// that embeds a replica sets up its own logging, or none.
 ///
 /// # Errors
-/// When the filter does not parse, or logging is set up already.
+/// If the filter does not parse, or logging is set up already.
 pub fn init(log: &LogConfig) -> anyhow::Result<()> {
     let filter = filter(&log.level)?;
     let lines = tracing_subscriber::fmt()
@@ -36,11 +37,11 @@ fn filter(told: &str) -> anyhow::Result<EnvFilter> {
     Ok(EnvFilter::builder().parse(format!("{QUIET},{told}"))?)
 }
 
-/// Logging of commands that have no config: human lines, filtered by `QUORATE_LOG__LEVEL` or else
-/// `default`.
+/// Sets up logging for commands without a config: human-readable lines, filtered by
+/// `QUORATE_LOG__LEVEL`, else by `default`.
 ///
 /// # Errors
-/// As [`init`].
+/// See [`init`].
 pub fn init_for_command(default: &str) -> anyhow::Result<()> {
     let filter = std::env::var("QUORATE_LOG__LEVEL").unwrap_or_else(|_| default.to_owned());
     let format = match std::env::var("QUORATE_LOG__FORMAT").as_deref() {

@@ -1,11 +1,11 @@
 //! A replica without sockets, HTTP and probes: the log with the state behind it, the router and the
 //! queues in front of it, and the loops between them.
 //!
-//! [`RunningReplica`](super::RunningReplica) adds listeners, probes and readers of KV events. A simulation starts
-//! the core alone, over its own transport, disk and clock, and simulates everything around it. On a
-//! current-thread runtime with paused time the core is deterministic: the same calls in the same
-//! order produce the same commands. docs/adr/0018-core-without-sockets.md lists what that requires
-//! of the code it runs.
+//! [`RunningReplica`](super::RunningReplica) adds listeners, probes and readers of KV events. A
+//! simulation starts the core alone, over its own transport, disk and clock, and simulates
+//! everything around it. On a current-thread runtime with paused time the core is deterministic:
+//! the same calls in the same order produce the same commands.
+//! docs/adr/0018-core-without-sockets.md lists what that requires of the code it runs.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! A core alone: the same script makes the same commands, and what was learnt is in the log when it
+//! A core alone: the same script produces the same commands, and all updates are in the log when it
 //! has stopped.
 
 use std::net::SocketAddr;
@@ -20,7 +20,7 @@ use tower::ServiceExt;
 use super::*;
 use crate::config::{self, Origin};
 
-/// A transport on which a replica hears itself only.
+/// A transport on which a replica hears only itself.
 #[derive(Default)]
 struct Alone(Arc<Mutex<Option<PeerService>>>);
 
@@ -48,7 +48,7 @@ impl Transport for Alone {
     }
 }
 
-/// What a core's log brought it.
+/// The entries that a core's log delivered.
 #[derive(Default)]
 struct Heard(Mutex<Vec<(u64, Option<Vec<u8>>)>>);
 
@@ -61,7 +61,7 @@ impl Witness for Heard {
     fn restored(&self, _state: &RouterState) {}
 }
 
-/// A request for the next words of one of a few conversations.
+/// The next request of one of a few conversations.
 struct Chat {
     identity: PromptIdentity,
     id: String,
@@ -156,7 +156,7 @@ fn chat(core: &ReplicaCore, rng: &mut Rng, number: u64) -> Arc<Chat> {
     })
 }
 
-/// What an engine does with an attempt.
+/// Plays an engine for one attempt.
 async fn serve(mut attempt: Attempt, millis: u64, tokens: u64) {
     sleep(Duration::from_millis(millis)).await;
     attempt.output("some words of an answer ");
@@ -172,8 +172,8 @@ async fn serve(mut attempt: Attempt, millis: u64, tokens: u64) {
     }
 }
 
-/// Sends requests, more than there is room for, while one backend comes and goes; then leaves.
-/// The digest of the state at the end, and every entry by its index.
+/// Result of a run that sends more requests than there is capacity for while one backend joins and
+/// leaves, then stops: the final digest of the state, and every entry by its index.
 type Ran = (u128, Vec<(u64, Option<Vec<u8>>)>);
 
 async fn script(seed: u64) -> Ran {
