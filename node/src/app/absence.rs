@@ -1,5 +1,5 @@
-//! Session expiry: the leader ends the sessions of replicas that have been silent for long, so that
-//! their open leases and requests do not count forever.
+//! Session expiry: the leader closes what replicas that have been silent for long left open in
+//! their sessions, so that their leases and requests do not count forever.
 //!
 //! A replica that was killed and has restarted is heard again, and its first proposal ends its
 //! former session. A replica without requests proposes nothing, so it ends that session here.
@@ -16,9 +16,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::ticks::every;
 
-/// Silence after which a replica's session is ended. If the replica is gone, its requests are over.
-/// If it was only cut off, it continues under a new session when it returns, with everything that
-/// was open closed.
+/// Silence after which everything open in a replica's session is closed. If the replica is gone,
+/// its requests are over. If it was only cut off, it continues in the same session when it returns.
 pub(super) const ABSENT_AFTER: Duration = Duration::from_secs(10);
 
 /// Interval at which presence is checked.
@@ -29,14 +28,14 @@ const INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug, Default)]
 pub(super) struct SessionExpiry {
     since: BTreeMap<ReplicaId, Instant>,
-    /// Sessions that were ended and whose replica has not returned.
+    /// Expired sessions whose replica has not returned.
     ended: BTreeMap<ReplicaId, SessionId>,
 }
 
 impl SessionExpiry {
-    /// Records one observation and returns the sessions to end: those of replicas that `is_present`
-    /// has denied at every observation for [`ABSENT_AFTER`], except those [`SessionExpiry::ended`]
-    /// since.
+    /// Records one observation and returns the sessions to expire: those of replicas that
+    /// `is_present` has denied at every observation for [`ABSENT_AFTER`], except those
+    /// [`SessionExpiry::ended`] since.
     pub(super) fn observe(
         &mut self,
         now: Instant,
@@ -56,7 +55,7 @@ impl SessionExpiry {
         gone
     }
 
-    /// Records that a session was ended, which is needed only once.
+    /// Records that a session was expired, which is needed only once.
     pub(super) fn ended(&mut self, replica: ReplicaId, session: SessionId) {
         self.ended.insert(replica, session);
     }
@@ -67,8 +66,8 @@ impl SessionExpiry {
     }
 }
 
-/// Ends the sessions of replicas that are gone, while this replica leads, until `stop`. A removed
-/// member counts as silent.
+/// Expires the sessions of replicas that are gone, while this replica leads, until `stop`. A
+/// removed member counts as silent.
 pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
     let mut absences = SessionExpiry::default();
     let mut ticks = every(INTERVAL);

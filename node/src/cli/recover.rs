@@ -1,4 +1,5 @@
-//! `quorate recover`: the explicit step after a store was found damaged. Deletes nothing.
+//! `quorate recover`: moves a damaged store aside, so that the replica can be rebuilt. Deletes
+//! nothing.
 
 use std::process::ExitCode;
 

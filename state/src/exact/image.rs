@@ -119,9 +119,9 @@ impl FollowedBackends {
         self.check()
     }
 
-    /// Checks I22: for each followed backend, exactly those blocks are reported that its ranks
-    /// hold, that are known, and that lead back to a first block over such blocks. Counts, sums and
-    /// bounds agree.
+    /// Checks I22: for each followed backend, exactly those blocks are reported that its ranks hold
+    /// and that lead back to a first block over such blocks, and none while a rank is unknown.
+    /// Counts, sums and bounds agree.
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut entries = 0;
         for (slot, followed) in &self.followed {

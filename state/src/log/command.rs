@@ -102,8 +102,8 @@ pub enum Command {
     PutUser(UserSpec),
     /// Replaces the routing policy from this log index on.
     PutPolicy(PolicyConfig),
-    /// Ends the session of a replica that is no longer heard from: releases its leases and ends its
-    /// requests in flight. If that run returns, it continues under the session's successor.
+    /// Closes what the session of a silent replica left open: releases its leases and ends its
+    /// requests, waiting and in flight. If the replica returns, it continues in the same session.
     ExpireSession {
         /// Replica whose session ends.
         replica: ReplicaId,

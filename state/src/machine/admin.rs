@@ -109,8 +109,8 @@ impl RouterState {
         Ok(())
     }
 
-    /// Ends a replica's current session. A session that is no longer current is left alone, because
-    /// its leases are closed already.
+    /// Closes everything open in a replica's current session. A session that is no longer current
+    /// is left alone, because its leases are closed already.
     pub(super) fn expire_session(
         &mut self,
         origin: &Origin,

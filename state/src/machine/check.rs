@@ -20,8 +20,8 @@
 //! - **I20** The models and pairs with output lengths stay within their bounds, the pairs' order
 //!   and digest match the pairs, and the bins of every model ascend from above 0.
 //! - **I22** For a backend whose KV events are followed, exactly those blocks are reported that its
-//!   ranks hold, that are known, and that lead back to a first block over such blocks. Counts, sums
-//!   and bounds agree.
+//!   ranks hold and that lead back to a first block over such blocks, and none while a rank is
+//!   unknown. Counts, sums and bounds agree.
 //! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
 //! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests

@@ -11,8 +11,8 @@
 //! believed once the stamps have agreed for [`UNANIMOUS_MS`] without any stamp in between that fits
 //! the old calendar. A single wrong clock among proposers with right ones is thus never believed.
 //! When a gap forward is believed, all of it has passed. When the calendar was set back, time
-//! continues from the new stamp; of what the stamps that showed it lie apart, [`BELIEVED_MS_MAX`]
-//! counts at most.
+//! continues from the new stamp, and advances by the span of the stamps that showed it, at most
+//! [`BELIEVED_MS_MAX`].
 //!
 //! Old stamps do not always mean that the calendar was set back: commands proposed on one side of a
 //! partition arrive late and all at once. A stamp that reaches the former calendar therefore counts
@@ -39,8 +39,8 @@ pub const UNANIMOUS_MS: u64 = 1000;
 /// Maximum advance when a calendar is believed to be set back, in milliseconds. The stamps that
 /// show it may be old and far apart.
 const BELIEVED_MS_MAX: u64 = 2 * UNANIMOUS_MS;
-/// A calendar set back by less, in milliseconds, is not remembered: to count that much twice is
-/// better than to lose a step.
+/// Minimum step back of the calendar that is remembered, in milliseconds. For a smaller one,
+/// counting that much time twice is better than losing a step.
 const SET_BACK_MS_MIN: u64 = 2000;
 /// Maximum advance at once, in milliseconds. No debt of a user lasts longer.
 const LEAP_MS_MAX: u64 = 600 * 24 * 60 * 60 * 1000;

@@ -52,8 +52,8 @@ pub use vllm_cache_aware::{BlockNaming, VllmCacheAwareSettings};
 pub use vtc_basic::{TimeUnit, VtcBasicSettings};
 
 /// Defines [`PolicyConfig`] and everything that lists all policies from one table. An entry is
-/// `Variant(variant: Type), "name", policy;`, where `policy` may use `variant`, the settings. The order
-/// of the entries is part of the log format: new ones go last.
+/// `Variant(variant: Type), "name", policy;`, where `policy` may use the settings, `variant`. The
+/// order of the entries is part of the log format: new ones go last.
 macro_rules! policies {
     ($(
         $(#[$attribute:meta])*
@@ -66,8 +66,7 @@ macro_rules! policies {
             $($(#[$attribute])* $variant $(($type))?,)*
         }
 
-        /// Settings of all policies that have any, each in a table of the policy's name: what a config
-        /// file says of them.
+        /// Settings of all policies in a config file, each in a table with the policy's name.
         #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
         #[serde(default)]
         pub struct PolicyTables {
@@ -79,7 +78,7 @@ macro_rules! policies {
         }
 
         impl PolicyTables {
-            /// Every policy, with the settings of its table.
+            /// Returns every policy with the settings of its table.
             #[must_use]
             pub fn policies(self) -> Vec<PolicyConfig> {
                 vec![$(PolicyConfig::$variant $((self.$settings))?),*]

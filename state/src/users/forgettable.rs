@@ -18,7 +18,7 @@ type ForgettingOrder = BTreeSet<(u64, UserKey)>;
 pub(super) struct Forgettable {
     never_charged: ForgettingOrder,
     charged: ForgettingOrder,
-    /// Whether the log has format 4.
+    /// Whether users that were never charged go first: from log format 4 on.
     is_never_charged_first: bool,
 }
 

@@ -1,6 +1,7 @@
-//! Random commands: what replicas, operators and readers of KV events might put into a log, sound or not.
+//! Random commands, valid and invalid, as replicas, operators and readers of KV events might put
+//! them into a log.
 //!
-//! The properties of the state and the tests of the reference model in `chaos-tests` draw from here.
+//! Used by the properties of the state and by the tests of the reference model in `chaos-tests`.
 
 #![allow(dead_code, reason = "every test file takes what it needs")]
 
@@ -22,7 +23,7 @@ use state::service::ServiceSample;
 
 use super::common::{self, block, chain, spec};
 
-/// One log entry, or rebuilding a replica from a snapshot.
+/// One log entry, or the rebuilding of a replica from a snapshot.
 #[derive(Debug, Clone)]
 pub(crate) enum Step {
     Apply {
@@ -135,7 +136,7 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
     ]
 }
 
-/// Anything that a reader might report, sound or not.
+/// Any report that a reader might make, valid or not.
 fn kv() -> impl Strategy<Value = Item> {
     let engine = |path: &[u8]| EngineHash(block(path).0 ^ 1);
     let stored = (prop::option::weighted(0.5, path()), path(), any::<bool>()).prop_map(
