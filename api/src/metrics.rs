@@ -34,7 +34,7 @@ pub struct Metrics {
     replica: Arc<OnceLock<ScrapedReplica>>,
 }
 
-/// What is read at scrape time.
+/// The parts of a replica that a scrape reads.
 #[derive(Clone)]
 pub struct ScrapedReplica {
     /// The log and the members.

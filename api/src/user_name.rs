@@ -18,8 +18,8 @@ const CHARACTER_BYTES_MAX: usize = 4;
 pub struct UserName(String);
 
 impl UserName {
-    /// Shortens `name` if necessary: a name above [`NAME_BYTES_MAX`] is cut and distinguished by its
-    /// hash.
+    /// Shortens `name` if necessary: a name above [`NAME_BYTES_MAX`] is cut and distinguished by
+    /// its hash.
     #[must_use]
     pub fn bounded<'a>(name: impl Into<Cow<'a, str>>) -> Self {
         let name = name.into();

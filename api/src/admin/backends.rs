@@ -56,7 +56,7 @@ struct OwnershipDetail {
     reason: Option<String>,
     /// Reader of its KV events.
     reader: Option<ReplicaId>,
-    /// What the cluster knows from the events.
+    /// Replicated status of the events.
     events: Option<KvStatus>,
     /// The streams as seen by this replica, if it is the reader.
     reading: Option<BackendStreams>,
@@ -209,7 +209,7 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
         .collect()
 }
 
-/// What is known about a backend besides the registry.
+/// Data about a backend from sources other than the registry.
 struct BackendContext {
     record: ProbeRecord,
     in_flight: InFlightCounts,

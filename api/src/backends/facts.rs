@@ -28,7 +28,7 @@ const SAME_START_S: u64 = 10;
 /// seconds. The same on every replica, and earlier than any start dated later.
 const UNTOLD_START_S: u64 = 1;
 
-/// What an engine reported in one round.
+/// Facts read from an engine in one round.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EngineReading {
     /// Models, if it was asked.
@@ -54,7 +54,7 @@ pub(crate) struct ProbeRound {
     pub(crate) now: Instant,
 }
 
-/// What a replica remembers about one backend between rounds.
+/// A replica's memory of one backend between rounds.
 #[derive(Debug, Default)]
 pub(crate) struct FactsMemory {
     handle: Option<BackendRef>,

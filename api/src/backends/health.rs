@@ -50,7 +50,7 @@ pub enum Fault {
 pub struct Glance {
     /// Whether requests may go there.
     pub is_healthy: bool,
-    /// Whether it is unhealthy although the last probe was not refused a connection.
+    /// Whether the backend is unhealthy although the last probe was not refused a connection.
     pub is_doubtful: bool,
     /// Requests in the engine's queue, at most [`Glance::COUNT_MAX`].
     pub waiting: u32,
@@ -208,7 +208,7 @@ struct HealthCell {
     alarm: Notify,
 }
 
-/// What is known about every slot.
+/// The health records of all slots.
 pub(crate) struct HealthTable {
     /// Separate from the cells, so that a decision among hundreds of backends reads few cache
     /// lines.

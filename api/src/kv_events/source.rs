@@ -28,7 +28,7 @@ pub(super) struct RankSource {
     pub(super) replay: Option<KvAddress>,
 }
 
-/// What an engine answered.
+/// An engine's event sources, from its answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct EngineSources {
     /// Model of blocks without an adapter; `None` if there are several.

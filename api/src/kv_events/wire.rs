@@ -61,7 +61,7 @@ pub struct BlockRemoved {
 /// The engine's cache that an event concerns.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CacheLocation {
-    /// Whether it is outside the GPU's memory.
+    /// Whether the cache is outside the GPU's memory.
     pub is_offloaded: bool,
     /// Group of layers, for hybrid models.
     pub group: Option<u32>,
@@ -69,7 +69,7 @@ pub struct CacheLocation {
     pub is_full_attention: Option<bool>,
 }
 
-/// What distinguishes blocks besides their tokens.
+/// Attributes that distinguish blocks with equal tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockKeys {
     /// Whether a LoRA adapter is used, given by number.

@@ -65,7 +65,7 @@ impl<F: Fn(UserKey) -> UserFigures> Counters for F {
     }
 }
 
-/// What a replica has charged but not seen applied.
+/// Charges of a replica that it has not seen applied yet.
 #[derive(Debug, Clone, Default)]
 pub struct PendingCharges {
     users: BTreeMap<UserKey, PendingCharge>,

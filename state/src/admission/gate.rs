@@ -28,7 +28,7 @@ pub const GATE_RETRY_MS: u64 = 50;
 /// whether there was capacity.
 const HELD_STEP_MS_MAX: u64 = 2 * GATE_RETRY_MS;
 
-/// What waits at one replica for one model. Sent to the peers when it changes.
+/// The waiting users and requests of one replica for one model. Sent to the peers when it changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backlog {
     /// Highest priority waiting.
@@ -54,7 +54,8 @@ struct PeerBacklog {
     heard_ms: u64,
     /// How long it has held this replica back while there was capacity, since it last changed.
     held_ms: u64,
-    /// When it was last seen to do so; `None` if not since there last was no capacity.
+    /// When it was last seen to hold this replica back; `None` if never, or if capacity has run
+    /// out since.
     looked_ms: Option<u64>,
     /// Number of consecutive reports of the peer that stalled.
     stalls: u32,

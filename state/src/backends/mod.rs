@@ -22,7 +22,7 @@ pub struct Backend {
     pub handle: BackendRef,
     /// Description by the operator.
     pub spec: BackendSpec,
-    /// Whether it accepts no new requests.
+    /// Whether the backend accepts no new requests.
     pub draining: bool,
     /// Facts reported by the engine.
     pub facts: EngineFacts,
@@ -42,8 +42,8 @@ impl Backend {
         listed.is_some_and(|listed| listed.iter().any(|listed| listed == model))
     }
 
-    /// Whether it serves `model`, according to its description or, with `"*"`, to the engine's own
-    /// list. An engine that has not been probed yet may serve any model.
+    /// Whether the backend serves `model`, according to its description or, with `"*"`, to the
+    /// engine's own list. An engine that has not been probed yet may serve any model.
     #[must_use]
     pub fn serves(&self, model: &str) -> bool {
         self.spec.models.iter().any(|served| {

@@ -40,7 +40,7 @@ pub(super) struct CachedBlock {
     /// A foreign block is never owned; see "Blocks that only look alike" in the module
     /// documentation.
     pub(super) is_foreign: bool,
-    /// Whether it is reported to [`crate::ownership`].
+    /// Whether the block is reported to [`crate::ownership`].
     pub(super) is_reported: bool,
 }
 

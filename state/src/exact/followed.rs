@@ -17,7 +17,7 @@ const FADING_STEP_MS: u64 = 1_000;
 /// Maximum number of remembered steps. Beyond it, a step is merged with the last one.
 pub(super) const FADING_STEPS_MAX: usize = 64;
 
-/// What a batch changed besides the blocks.
+/// Effects of a batch other than on the blocks.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct KvChanges {
     /// Removed blocks at which leases end.

@@ -161,7 +161,7 @@ pub enum KvDoubt {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum KvRefusal {
-    /// Its block size differs from the router's.
+    /// The engine's block size differs from the router's.
     BlockSize {
         /// Tokens per block at the engine.
         engine: u32,
@@ -170,9 +170,9 @@ pub enum KvRefusal {
     },
     /// The router does not know the token ids of its prompts (tokenizer `character`).
     Tokenizer,
-    /// It serves several models, and events do not say which one a block belongs to.
+    /// The engine serves several models, and events do not say which one a block belongs to.
     Models,
-    /// What it publishes cannot be read.
+    /// The events cannot be decoded.
     Unreadable,
 }
 

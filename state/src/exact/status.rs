@@ -40,11 +40,11 @@ pub enum KvReason {
     UnknownParent,
     /// The engine's events contradict each other. The contradicting blocks are left out.
     Contradiction,
-    /// Its events cannot be used.
+    /// The engine's events cannot be used.
     Refused(KvRefusal),
     /// Messages were lost for good.
     Lost,
-    /// It reports more blocks than the limit.
+    /// The engine reports more blocks than the limit.
     TooManyBlocks,
 }
 
@@ -118,7 +118,7 @@ pub struct KvRankStatus {
     pub rank: u16,
     /// Run that is followed.
     pub publisher: u64,
-    /// Its own condition.
+    /// Condition of this rank.
     #[serde(flatten)]
     pub condition: KvCondition,
     /// Last message applied completely; `None` before the first.

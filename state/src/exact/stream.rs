@@ -11,7 +11,7 @@ use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::ownership::{Ownership, ReportRejection};
 use crate::planted::{self, Bug};
 
-/// Where the blocks of one backend are reported.
+/// The ownership of one backend, to which its blocks are reported.
 pub(super) struct ShownBlocks<'a> {
     pub(super) ownership: &'a mut Ownership,
     pub(super) slot: Slot,

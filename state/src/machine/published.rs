@@ -25,7 +25,7 @@ use crate::view::BlockView;
 
 /// The part of the state that the hot path reads, from any thread and without waiting for `apply`.
 pub struct StateView {
-    /// Which backend owns which blocks.
+    /// Block ownership of all backends.
     pub blocks: BlockView,
     registry: ArcSwap<Registry>,
     applied: AtomicU64,

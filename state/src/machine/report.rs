@@ -17,7 +17,7 @@ use crate::users::UserView;
 pub struct SessionView {
     /// Replica that runs it.
     pub replica: ReplicaId,
-    /// Its session.
+    /// Id of the session.
     pub session: SessionId,
     /// Number of leases it holds.
     pub open_leases: usize,

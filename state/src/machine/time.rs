@@ -210,7 +210,7 @@ mod tests {
         time
     }
 
-    /// What passes with each stamp, from [`START`] on.
+    /// Returns the time that passes with each stamp. Stamps are relative to [`START`].
     fn passes(time: &mut ReplicatedTime, stamps: &[i64]) -> Vec<u64> {
         let stamps = stamps.iter().map(|at| START.saturating_add_signed(*at));
         let step = |stamp| {

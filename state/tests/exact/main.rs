@@ -1,5 +1,4 @@
-//! What the router knows from KV events is what the engine's cache holds, whatever happens in
-//! between.
+//! The router's knowledge from KV events matches the engine's cache, whatever happens in between.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -10,7 +9,7 @@ mod scenes;
 use proptest::prelude::*;
 use rig::Rig;
 
-/// What happens next.
+/// One step of a random history.
 #[derive(Debug, Clone)]
 enum Step {
     Arrive {

@@ -12,7 +12,7 @@ use crate::prompt::{TokenScope, chain_of_tokens};
 /// Tokens per block in messages written here.
 const BLOCK: u32 = 2;
 
-/// What a cluster would conclude from the reports.
+/// The state that a cluster would derive from the reports.
 #[derive(Default)]
 struct View {
     publisher: u64,

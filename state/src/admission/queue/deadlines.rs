@@ -25,7 +25,7 @@ pub enum QueueRejection {
     /// The queue is full.
     #[error("the queue is full")]
     Full,
-    /// It would not be dispatched in time.
+    /// The request would not be dispatched in time.
     #[error("the wait would be {wait_ms} ms, and {wait_ms_max} ms are of use")]
     TooLate {
         /// Predicted wait, in milliseconds.
@@ -40,16 +40,16 @@ pub enum QueueRejection {
 pub struct Expired {
     /// The request.
     pub waiting: QueuedRequest,
-    /// What ended its wait.
+    /// Reason why its wait ended.
     pub why: ExpiryReason,
 }
 
-/// What ended the wait of a request that was not dispatched.
+/// Reason why a request stopped waiting without being dispatched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpiryReason {
     /// The longest wait allowed for any request.
     TooLong,
-    /// Its client's deadline, or the clients' observed patience.
+    /// The client's deadline, or the clients' observed patience.
     Deadline,
     /// The target, in overload.
     Overload,
