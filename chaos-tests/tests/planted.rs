@@ -87,7 +87,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ),
 ];
 
-/// What no simulated cluster shows, and the log on sled by itself does: see `raft::trial`.
+/// What no simulated cluster shows, and the log on sled by itself does: see `raft::truncated_log`.
 const IN_THE_LOG: PlantedBug = PlantedBug::Raft(raft::planted::Bug::TruncationNotKept);
 
 /// A bug, how it shows, what goes wrong meanwhile (all of it when empty), for how many seconds, and the
@@ -211,7 +211,7 @@ fn entries_that_stay_behind_their_replacement_are_seen_in_the_log() {
         let folder = tempfile::tempdir().expect("a folder can be made");
         let runtime = tokio::runtime::Builder::new_current_thread().build();
         let runtime = runtime.expect("a runtime can be made");
-        runtime.block_on(raft::trial::replace_entries(folder.path()))
+        runtime.block_on(raft::truncated_log::replace_entries(folder.path()))
     };
     let replaced = [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)];
     let found_soundly = found().expect("the log can be written and read");

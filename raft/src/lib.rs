@@ -9,6 +9,7 @@
 //! | module | what |
 //! | --- | --- |
 //! | `replica` | start, stop, propose, change the membership, form a cluster, status, answer peers |
+//! | `machine` | the traits that a user implements |
 //! | `adapter` | runs the state machine under openraft: apply, snapshot, restore |
 //! | `log` | votes and entries: a port to the disk, sled behind it, and the task that writes |
 //! | `snapshot` | snapshot files |
@@ -55,7 +56,7 @@ mod snapshot;
 mod status;
 mod storage;
 #[cfg(feature = "planted")]
-pub mod trial;
+pub mod truncated_log;
 mod types;
 mod wire;
 

@@ -5,10 +5,10 @@
 //! disk.
 
 pub(crate) mod disk;
+mod file_release;
 pub(crate) mod mark;
 pub(crate) mod record;
-mod release;
-mod room;
+mod reserved_space;
 mod sled;
 mod writer;
 

@@ -6,7 +6,7 @@
 //!   is larger than a quarter of a segment: with segments of 4 MiB and values of at most 32 KiB
 //!   none is. Every write checks that the folder is empty.
 //! - After a failed write sled's state in memory is unknown. So a write begins only if it has room
-//!   ([`super::room`]), and opens nothing: the folder, the mark and the data file stay open.
+//!   ([`super::reserved_space`]), and opens nothing: the folder, the mark and the data file stay open.
 //! - Entries are in one tree per [`RANGE`] indexes. Dropping a tree frees its space at once, while
 //!   removing entries one by one costs as much as writing them.
 //! - What a killed process had written without syncing is visible to the next one, until power is
@@ -30,8 +30,8 @@ use prost::Message;
 
 use super::disk::{Disk, DiskContents, LogChange};
 use super::mark::{LogMark, MarkFile};
-use super::room::{ReservedSpace, SEGMENT_BYTES};
-use super::{record, release, weight};
+use super::reserved_space::{ReservedSpace, SEGMENT_BYTES};
+use super::{file_release, record, weight};
 use crate::error::StartError;
 use crate::files::{Files, Layout, SystemFiles, damaged, io_error};
 use crate::locks::lock;
@@ -170,7 +170,7 @@ impl Disk for SledDisk {
         }
         let data = open.data.clone();
         drop(open);
-        if let Err(error) = release::wait(&data) {
+        if let Err(error) = file_release::wait(&data) {
             tracing::warn!(%error, path = %data.display(), "closed log is still locked");
         }
     }
