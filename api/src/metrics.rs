@@ -26,7 +26,7 @@ use crate::divergence::Digests;
 use crate::kv_events::board::{BackendStreams, StreamBoard};
 use crate::kv_events::stream::StreamCounts;
 use crate::ports::Cluster;
-use crate::routing::Router;
+use crate::routing::LoadTable;
 
 /// All metrics of one replica.
 pub struct Metrics {
@@ -42,7 +42,7 @@ pub struct ScrapedReplica {
     /// Published part of the state.
     pub view: Arc<StateView>,
     /// Requests in flight.
-    pub router: Arc<Router>,
+    pub load: Arc<LoadTable>,
     /// Health of the engines.
     pub backends: Arc<Backends>,
     /// Comparisons of digests with peers.
@@ -321,12 +321,8 @@ impl ScrapedReplica {
                     .unwrap_or_default(),
                 served: self.view.service().get(backend.handle.slot).copied(),
                 is_circuit_open: self.backends.circuit(backend.handle).is_open,
-                here: self.router.load().here(backend.handle).running,
-                cluster: self
-                    .router
-                    .load()
-                    .cluster(backend.handle, Instant::now())
-                    .running,
+                here: self.load.here(backend.handle).running,
+                cluster: self.load.cluster(backend.handle, Instant::now()).running,
             })
             .collect();
         page.gauges(

@@ -338,7 +338,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
     admin.metrics.watch(ScrapedReplica {
         cluster: Arc::clone(&admin.cluster),
         view: Arc::clone(&admin.view),
-        router: Arc::clone(&admin.router),
+        load: Arc::clone(admin.router.load()),
         backends: Arc::clone(&admin.backends),
         digests: Arc::clone(&admin.digests),
         kv_board: Arc::clone(&admin.kv_board),

@@ -26,8 +26,10 @@ use super::socket::Sockets;
 use super::source::{self, EngineSources};
 use super::stream::{EventStream, HashIdentity};
 use crate::backends::Backends;
+use crate::clock::Clock;
 use crate::ports::Cluster;
-use crate::routing::Router;
+use crate::prompt::PromptReader;
+use crate::routing::SharedOutbox;
 use rank::RankReader;
 
 /// Interval at which the assignments are checked.
@@ -43,7 +45,11 @@ pub struct ReaderParts {
     /// Published part of the state.
     pub view: Arc<StateView>,
     /// Receiver of the reports.
-    pub router: Arc<Router>,
+    pub outbox: Arc<SharedOutbox>,
+    /// Knows how the prompts of each model are cut into blocks.
+    pub reader: Arc<PromptReader>,
+    /// The replica's wall clock.
+    pub clock: Clock,
     /// Registry of backends, with the keys for asking engines.
     pub backends: Arc<Backends>,
     /// Transport to the engines' publishers.
@@ -190,7 +196,7 @@ fn object(parts: &ReaderParts, backend: BackendRef) {
     for rank in known_ranks(parts, backend) {
         if rank.condition == KvCondition::EXACT {
             // If there is no room, the next attempt reports it.
-            parts.router.outbox().note(Item::KvEvents(KvBatch {
+            parts.outbox.note(Item::KvEvents(KvBatch {
                 backend,
                 rank: rank.rank,
                 publisher: rank.publisher,
@@ -213,11 +219,7 @@ async fn name_ranks(parts: &ReaderParts, backend: BackendRef, found: &EngineSour
     }
     for gone in &known {
         if found.ranks.iter().all(|it| it.rank != gone.rank) {
-            let publisher = parts
-                .router
-                .clock()
-                .unix_ms()
-                .max(gone.publisher.saturating_add(1));
+            let publisher = parts.clock.unix_ms().max(gone.publisher.saturating_add(1));
             news.push((gone.rank, publisher, KvNews::Begin));
             news.push((gone.rank, publisher, KvNews::Current { seq: None }));
         }
@@ -235,7 +237,7 @@ async fn name_ranks(parts: &ReaderParts, backend: BackendRef, found: &EngineSour
 
 /// Reports to the cluster, waiting until there is room.
 async fn tell(parts: &ReaderParts, batch: KvBatch) {
-    while !parts.router.outbox().note(Item::KvEvents(batch.clone())) {
+    while !parts.outbox.note(Item::KvEvents(batch.clone())) {
         tokio::time::sleep(ASK_AGAIN).await;
     }
 }
@@ -243,7 +245,7 @@ async fn tell(parts: &ReaderParts, batch: KvBatch) {
 /// Determines the model and block size for hashing this engine's blocks.
 fn identify(parts: &ReaderParts, found: &EngineSources) -> Result<HashIdentity, KvRefusal> {
     let model = found.model.clone().ok_or(KvRefusal::Models)?;
-    let block_size = parts.router.reader().token_block_size(&model);
+    let block_size = parts.reader.token_block_size(&model);
     let block_size = block_size.ok_or(KvRefusal::Tokenizer)?;
     Ok(HashIdentity {
         hashing: parts.view.registry().hashing(),
@@ -303,7 +305,7 @@ async fn refuse(
         },
     );
     let known = known_ranks(parts, backend);
-    let unix_ms = || parts.router.clock().unix_ms();
+    let unix_ms = || parts.clock.unix_ms();
     for source in &found.ranks {
         // Uses the followed run: another one would empty the cache, which also holds blocks known
         // from leases.

@@ -148,7 +148,7 @@ impl CoreParts {
 
     fn inbox(&self) -> Arc<GossipInbox> {
         Arc::new(GossipInbox {
-            router: Arc::clone(&self.router),
+            load: Arc::clone(self.router.load()),
             admission: Arc::clone(&self.admission),
             digests: Arc::clone(&self.shared.digests),
             clocks: Arc::clone(&self.clocks),
@@ -220,7 +220,7 @@ impl ReplicaCore {
         tasks.spawn(async move { sampler.run_samples(stopped).await });
         tasks.spawn(exchange::tell(
             self.replica.clone(),
-            Arc::clone(&parts.router),
+            Arc::clone(parts.router.load()),
             Arc::clone(&parts.admission),
             Arc::clone(&parts.shared.digests),
             Arc::clone(&parts.clocks),

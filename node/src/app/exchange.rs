@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use api::admission::{Admission, backlog};
 use api::divergence::Digests;
-use api::routing::{LoadReporter, Router};
+use api::routing::{LoadReporter, LoadTable};
 use bytes::Bytes;
 use raft::{PeerHandler, Replica};
 use state::ids::ReplicaId;
@@ -37,7 +37,7 @@ const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
 /// Receiver of the peers' messages.
 pub(super) struct GossipInbox {
     /// Receives the peers' load.
-    pub(super) router: Arc<Router>,
+    pub(super) load: Arc<LoadTable>,
     /// Receives the peers' backlogs.
     pub(super) admission: Arc<Admission>,
     /// Compares the peers' digests with this replica's.
@@ -58,7 +58,7 @@ impl PeerHandler for GossipInbox {
         {
             tracing::warn!(peer = from, %error, "could not decode a peer's digest");
         }
-        if let Err(error) = self.router.load().merge_report(peer, message.load, now) {
+        if let Err(error) = self.load.merge_report(peer, message.load, now) {
             tracing::warn!(peer = from, %error, "could not decode a peer's load report");
         }
         if let Err(error) = self.admission.heard(peer, message.backlog) {
@@ -131,7 +131,7 @@ impl<'a> GossipMessage<'a> {
 /// one went, and everything is repeated often enough to count as alive.
 pub(super) async fn tell(
     replica: Replica,
-    router: Arc<Router>,
+    load: Arc<LoadTable>,
     admission: Arc<Admission>,
     digests: Arc<Digests>,
     clocks: Arc<ClusterClocks>,
@@ -150,9 +150,9 @@ pub(super) async fn tell(
         clocks.turn();
         admission.pass_time();
         let backlog = admission.report();
-        let load = match reporter.due(router.load(), Instant::now()) {
-            Some(load) => load,
-            None if backlog != told => router.load().local_report(),
+        let load = match reporter.due(&load, Instant::now()) {
+            Some(report) => report,
+            None if backlog != told => load.local_report(),
             None => continue,
         };
         let claim = digests.message();

@@ -161,7 +161,9 @@ fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>) {
     let reading = reader::ReaderParts {
         cluster: core.cluster(),
         view: Arc::clone(view),
-        router: Arc::clone(core.router()),
+        outbox: Arc::clone(core.router().outbox()),
+        reader: Arc::clone(core.router().reader()),
+        clock: core.router().clock().clone(),
         backends: Arc::clone(backends),
         sockets: Arc::new(socket::Zmq),
         board: kv_board,

@@ -240,7 +240,7 @@ impl RankReader {
         let is_behind = self.stream.told().is_some_and(|told| applied < Some(told))
             && self.pending.is_empty()
             && !self.stream.is_refused()
-            && !self.parts.router.outbox().status().is_degraded;
+            && !self.parts.outbox.status().is_degraded;
         match self.behind {
             Some((at, since)) if is_behind && at == position => {
                 now.duration_since(since) >= APPLIED_WITHIN
@@ -268,7 +268,7 @@ impl RankReader {
         let (slot, rank) = (self.backend.slot, self.source.rank);
         let cluster = &self.parts.cluster;
         let around = StreamContext {
-            now_ms: self.parts.router.clock().unix_ms(),
+            now_ms: self.parts.clock.unix_ms(),
             known: &|engine| {
                 let mut found = None;
                 cluster.with_state(&mut |state| found = state.kv_router_hash(slot, rank, engine));
@@ -294,12 +294,7 @@ impl RankReader {
             }
         }
         while let Some(batch) = self.pending.front() {
-            if !self
-                .parts
-                .router
-                .outbox()
-                .note(Item::KvEvents(batch.clone()))
-            {
+            if !self.parts.outbox.note(Item::KvEvents(batch.clone())) {
                 self.fall_behind();
                 return;
             }

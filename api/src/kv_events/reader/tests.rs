@@ -18,7 +18,7 @@ use crate::backends::ProbeSettings;
 use crate::kv_events::zmtp::{SocketType, ZmtpConnection};
 use crate::ports::{BoxFuture, ChangeError, ClusterStatus, Propose, ProposeError};
 use crate::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
-use crate::routing::{self, OutboxSettings};
+use crate::routing::{self, OutboxSettings, Router};
 
 const MODEL: &str = "tiny";
 /// Tokens per block of the engine.
@@ -215,7 +215,9 @@ fn read(log: &Arc<Log>) {
     let parts = ReaderParts {
         cluster: log.clone(),
         view: log.view.clone(),
-        router: router.clone(),
+        outbox: Arc::clone(router.outbox()),
+        reader: Arc::clone(router.reader()),
+        clock: router.clock().clone(),
         backends,
         sockets: Arc::new(crate::kv_events::socket::Zmq),
         board: Arc::default(),
