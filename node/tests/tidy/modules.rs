@@ -57,7 +57,8 @@ fn target(modules: &Crate, from: &[String], path: &[String], hops: usize) -> Opt
         _ => {}
     }
     while let Some((name, behind)) = rest.split_first() {
-        let module = &modules.0[&at];
+        // The file of a module with a `#[path]` may be outside of the crate.
+        let module = modules.0.get(&at)?;
         if module.children.contains(name) {
             at.push(name.clone());
             rest = behind;
