@@ -19,5 +19,4 @@ pub mod planted;
 pub mod processes;
 pub mod sim;
 pub mod soak;
-pub mod states;
 pub mod terminal;

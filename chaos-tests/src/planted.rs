@@ -1,17 +1,15 @@
-//! The bugs that can be planted in the product, under one name each.
+//! The bugs that can be planted in the product, each under one name.
 //!
-//! A harness that finds nothing proves nothing until it is known to find what it should. Every
-//! crate has its bugs at the places where people would make them (`state::planted` and so on); here
-//! they are planted one at a time, on this thread, for as long as a [`PlantedGuard`] lives.
-//! docs/internals/testing.md lists which invariant catches which.
+//! A harness that finds nothing proves nothing until it is known to find what it should. `raft`, `api`
+//! and `node` list bugs at the places where people would make them (`raft::planted` and so on). Here
+//! one at a time is planted on this thread, for as long as a [`PlantedGuard`] lives.
+//! docs/internals/testing.md says what catches them.
 
 use std::fmt;
 
 /// One bug of one crate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlantedBug {
-    /// In the replicated state.
-    State(state::planted::Bug),
     /// In the log.
     Raft(raft::planted::Bug),
     /// In what a replica learns, proposes and answers.
@@ -23,11 +21,10 @@ pub enum PlantedBug {
 impl PlantedBug {
     /// All of them.
     pub fn all() -> impl Iterator<Item = Self> {
-        let state = state::planted::Bug::ALL.iter().copied().map(Self::State);
         let raft = raft::planted::Bug::ALL.iter().copied().map(Self::Raft);
         let api = api::planted::Bug::ALL.iter().copied().map(Self::Api);
         let node = node::planted::Bug::ALL.iter().copied().map(Self::Node);
-        state.chain(raft).chain(api).chain(node)
+        raft.chain(api).chain(node)
     }
 
     /// The bug of this name, as [`PlantedBug`] displays it.
@@ -42,7 +39,6 @@ impl PlantedBug {
         let plot = PlantedGuard(self);
         clear();
         match self {
-            Self::State(bug) => state::planted::plant(Some(bug)),
             Self::Raft(bug) => raft::planted::plant(Some(bug)),
             Self::Api(bug) => api::planted::plant(Some(bug)),
             Self::Node(bug) => node::planted::plant(Some(bug)),
@@ -52,10 +48,9 @@ impl PlantedBug {
 }
 
 impl fmt::Display for PlantedBug {
-    /// `state.LiftLost`.
+    /// `raft.VoteNotKept`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::State(bug) => write!(f, "state.{bug:?}"),
             Self::Raft(bug) => write!(f, "raft.{bug:?}"),
             Self::Api(bug) => write!(f, "api.{bug:?}"),
             Self::Node(bug) => write!(f, "node.{bug:?}"),
@@ -72,7 +67,6 @@ impl PlantedGuard {
     #[must_use]
     pub fn met(&self) -> u64 {
         match self.0 {
-            PlantedBug::State(_) => state::planted::met(),
             PlantedBug::Raft(_) => raft::planted::met(),
             PlantedBug::Api(_) => api::planted::met(),
             PlantedBug::Node(_) => node::planted::met(),
@@ -87,7 +81,6 @@ impl Drop for PlantedGuard {
 }
 
 fn clear() {
-    state::planted::plant(None);
     raft::planted::plant(None);
     api::planted::plant(None);
     node::planted::plant(None);
@@ -103,6 +96,6 @@ mod tests {
             PlantedBug::all().map(|bug| bug.to_string()).collect();
         assert_eq!(names.len(), PlantedBug::all().count());
         assert!(PlantedBug::all().all(|bug| PlantedBug::named(&bug.to_string()) == Some(bug)));
-        assert_eq!(PlantedBug::named("state.Nothing"), None);
+        assert_eq!(PlantedBug::named("raft.Nothing"), None);
     }
 }

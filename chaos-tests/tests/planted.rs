@@ -1,8 +1,7 @@
-//! Every bug that can be planted is caught: in states that apply a made-up log where the bug is in the
-//! state, in simulated clusters where it is elsewhere; one in the log itself.
+//! Every bug that can be planted is caught: in simulated clusters, and one in the log by itself.
 //!
-//! The tables say which invariant catches it, and by which seed soonest. When a change of the
-//! product or of the workload moves that to another seed, `seeds --bug NAME` finds one;
+//! The table says which invariant catches a bug, and the seed that catches it soonest. When a change of
+//! the product or of the workload moves a bug to another seed, `seeds --bug NAME` finds one.
 //! docs/internals/testing.md says how many seeds of a hundred catch each.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,46 +11,11 @@ use std::time::Duration;
 use chaos_tests::planted::PlantedBug;
 use chaos_tests::sim::faults::Fault;
 use chaos_tests::sim::{self, SeedOptions, SeedResult};
-use chaos_tests::states;
 
-/// Steps of a made-up log.
-const STEPS: u32 = 200;
 /// Seeds tried from the one that caught the bug when it was written down: one of them must.
 const SEEDS: u64 = 5;
 
-/// Bugs of the replicated state: which invariant catches it, from which seed on.
-const IN_STATES: &[(&str, &str, u64)] = &[
-    ("state.DedupDropped", "I33", 0),
-    ("state.DedupOfLastOnly", "I32", 0),
-    ("state.EndedRunComesBack", "I32", 0),
-    ("state.SnapshotWithoutSessions", "I5", 0),
-    ("state.RestoreNotShown", "I2", 0),
-    ("state.LiftLost", "I33", 0),
-    ("state.LiftOverAll", "I33", 0),
-    ("state.WeightRewritesPast", "I33", 0),
-    ("state.AdvanceForgotten", "I44", 0),
-    ("state.EvictsByPlace", "I26", 0),
-    ("state.EvictsPinned", "I6", 1),
-    ("state.CapacityOffByOne", "I3", 0),
-    ("state.RemovalStrandsBlocks", "I6", 0),
-    ("state.IncarnationIgnored", "I34", 3),
-    ("state.MissingTipIsFirst", "I34", 1),
-    ("state.DiscardKeepsPin", "I6", 0),
-    ("state.DigestNotFollowed", "I8", 0),
-    ("state.RegistryNotFollowed", "I8", 0),
-    ("state.OwnClock", "I26", 0),
-    ("state.TimeGoesBack", "I36", 0),
-    ("state.TimeHeld", "I36", 0),
-    ("state.OneClockBelieved", "I36", 0),
-    ("state.ExpiryLeavesLeases", "I34", 0),
-    ("state.ExpiryLeavesRequests", "I33", 0),
-    ("state.EventsReadTwice", "I24", 4),
-    ("state.GapUnnoticed", "I24", 0),
-    ("state.LossIgnored", "I24", 5),
-    ("state.ExactAfterGap", "I24", 9),
-];
-
-/// Bugs elsewhere, and how each shows: an invariant's number, or a part of what else is said.
+/// Bugs, and how each shows: an invariant's number, or a part of what else is said.
 const IN_CLUSTERS: &[InCluster] = &[
     ("raft.AckBeforeFlush", "I25", &[Fault::CrashAll], 6, 1),
     ("raft.VoteNotKept", "I28", STOPPED, 6, 16),
@@ -118,15 +82,6 @@ const CUT_OFF: &[Fault] = &[
     Fault::Hold,
 ];
 
-/// What made-up logs show of a seed; `None`: nothing.
-fn seen_in_states(seed: u64) -> Option<String> {
-    match catch_unwind(AssertUnwindSafe(|| states::run(seed, STEPS))) {
-        Ok(Ok(_)) => None,
-        Ok(Err(violation)) => Some(violation.to_string()),
-        Err(_) => Some("panicked".to_owned()),
-    }
-}
-
 /// What a simulated cluster shows of a seed.
 fn seen_in_clusters(run: &SeedOptions) -> Option<String> {
     match catch_unwind(AssertUnwindSafe(|| sim::run(run))) {
@@ -161,18 +116,6 @@ fn verdict(name: &str, how: &str, seen: Option<&str>) -> Option<String> {
     }
 }
 
-#[test]
-fn bugs_of_the_state_are_caught() {
-    let missed = IN_STATES.iter().filter_map(|(name, how, from)| {
-        let bug = PlantedBug::named(name).expect("the table names bugs");
-        let planted = bug.plant();
-        let seen = first(*from, seen_in_states);
-        assert!(planted.met() > 0, "{name} was never met");
-        verdict(name, how, seen.as_deref())
-    });
-    report(&missed.collect::<Vec<_>>());
-}
-
 /// Looks for a bug of the table; says what is wrong with how it showed.
 fn look_in_clusters((name, how, only, seconds, from): &InCluster) -> Option<String> {
     let bug = PlantedBug::named(name).expect("the table names bugs");
@@ -190,7 +133,7 @@ fn look_in_clusters((name, how, only, seconds, from): &InCluster) -> Option<Stri
 }
 
 #[test]
-fn bugs_elsewhere_are_caught() {
+fn bugs_are_caught_in_simulated_clusters() {
     // A bug is planted on one thread, and a world has one to itself.
     let next = AtomicUsize::new(0);
     let look = || {
@@ -226,16 +169,8 @@ fn entries_that_stay_behind_their_replacement_are_seen_in_the_log() {
 }
 
 #[test]
-fn nothing_is_caught_where_nothing_is_planted() {
-    let seen: Vec<_> = (0..12).filter_map(seen_in_states).collect();
-    assert_eq!(seen, Vec::<String>::new());
-}
-
-#[test]
 fn the_table_lists_every_bug_once() {
-    let states = IN_STATES.iter().map(|(name, ..)| *name);
-    let clusters = IN_CLUSTERS.iter().map(|(name, ..)| *name);
-    let listed = states.chain(clusters).map(str::to_owned);
+    let listed = IN_CLUSTERS.iter().map(|(name, ..)| (*name).to_owned());
     let mut listed: Vec<String> = listed.chain([IN_THE_LOG.to_string()]).collect();
     let mut all: Vec<String> = PlantedBug::all().map(|bug| bug.to_string()).collect();
     listed.sort_unstable();

@@ -1,10 +1,11 @@
-//! Bugs that can be planted here, so that the tests which should find them can be tested.
+//! Bugs that tests can plant on purpose, to prove that the tests meant to catch them do.
 //!
-//! Each stands at the place where it would be made: one condition, false in every build without the
-//! feature `planted`, so that the compiler leaves it out. With the feature one bug at a time can be
-//! planted per thread. docs/internals/testing.md lists them, and what catches each.
+//! Each bug is one condition at the place where somebody would make the mistake. Without the
+//! feature `planted` the condition is constant `false` and the compiler removes it. With the
+//! feature, one bug at a time can be planted per thread. docs/internals/testing.md lists the bugs
+//! and what catches each.
 
-state::plantable_bugs! {
+api::plantable_bugs! {
     /// An administrative write whose fate is unknown is answered as done.
     UnknownAcknowledged,
     /// An administrative write whose fate is unknown is proposed again under a number of its own.

@@ -18,7 +18,6 @@ mod log;
 mod machine;
 pub mod outputs;
 pub mod ownership;
-pub mod planted;
 pub mod policy;
 pub mod prefix;
 mod pricing;

@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 use super::Pricing;
 use crate::charge::Charge;
 use crate::ids::UserKey;
-use crate::planted::{self, Bug};
 
 /// Maximum number of users with credit. Beyond it, further credit is dropped.
 pub const CREDITED_USERS_MAX: usize = 100_000;
@@ -111,10 +110,6 @@ impl CreditLedger {
         let input = pricing.input(used.input_uncached, used.input_cached);
         let output = pricing.output(used.output);
         let from_tab = take(&mut advance.input, input) + take(&mut advance.output, output);
-        let from_tab = match planted::is(Bug::AdvanceForgotten) {
-            true => 0,
-            false => from_tab,
-        };
         let rest = input + output - from_tab;
         Charge {
             user,

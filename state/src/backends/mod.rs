@@ -11,7 +11,6 @@ use bincode::{Decode, Encode};
 
 use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BackendRef, Incarnation, Slot};
-use crate::planted::{self, Bug};
 
 pub use spec::{BackendSpec, EngineFacts};
 
@@ -84,7 +83,7 @@ impl Backends {
     /// Whether `handle` refers to a current incarnation.
     pub(crate) fn is_live(&self, handle: BackendRef) -> bool {
         self.in_slot(handle.slot)
-            .is_some_and(|it| it.handle == handle || planted::is(Bug::IncarnationIgnored))
+            .is_some_and(|it| it.handle == handle)
     }
 
     /// Finds a backend by id. A scan of at most `BACKENDS_MAX` short comparisons, for admin

@@ -6,7 +6,6 @@ use crate::backends::BackendSpec;
 use crate::bounds::NAME_BYTES_MAX;
 use crate::command::{Origin, UserSpec};
 use crate::ids::{ReplicaId, SessionId};
-use crate::planted::{self, Bug};
 use crate::policy::PolicyConfig;
 use crate::prefix::{BlockHasher, user_key};
 use crate::pricing::FairnessSettings;
@@ -62,9 +61,7 @@ impl RouterState {
         self.service.forget(slot);
         self.exact.forget(slot);
         self.readers.forget(slot);
-        if !planted::is(Bug::RemovalStrandsBlocks) {
-            self.ownership.remove_backend(slot);
-        }
+        self.ownership.remove_backend(slot);
         self.note(origin, AuditAction::DeleteBackend, name);
         Ok(())
     }
@@ -133,7 +130,7 @@ impl RouterState {
             action,
             subject,
         });
-        self.is_cold_changed = !planted::is(Bug::RegistryNotFollowed);
+        self.is_cold_changed = true;
     }
 }
 

@@ -10,7 +10,6 @@ use crate::backends::EngineFacts;
 use crate::bounds::BLOCKS_PER_ITEM_MAX;
 use crate::command::{BatchReply, Item, LeaseOutcome};
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, UserKey};
-use crate::planted::{self, Bug};
 use crate::prefix::user_key;
 use crate::validate::is_name;
 
@@ -131,7 +130,6 @@ impl RouterState {
         match outcome {
             LeaseOutcome::Kept => self.ownership.release(open.lease(), true),
             LeaseOutcome::KeptUntouched => self.ownership.release_untouched(open.lease()),
-            LeaseOutcome::Discarded if planted::is(Bug::DiscardKeepsPin) => {}
             LeaseOutcome::Discarded => self.ownership.release(open.lease(), false),
         }
         self.exact

@@ -13,7 +13,6 @@ use crate::cow::{CowMap, SHARDS_PER_BRANCH, ShardKey};
 use crate::encoding;
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot};
 use crate::ownership::Lease;
-use crate::planted::{self, Bug};
 
 /// Maximum number of open leases per replica.
 pub(super) const LEASES_PER_REPLICA_MAX: usize = 1_000_000;
@@ -115,9 +114,7 @@ impl Leases {
                 self.per_replica.remove(&holder.replica);
             }
         }
-        if !planted::is(Bug::DigestNotFollowed) {
-            self.digest = self.digest.wrapping_sub(hash(holder, &lease));
-        }
+        self.digest = self.digest.wrapping_sub(hash(holder, &lease));
         Some(lease)
     }
 

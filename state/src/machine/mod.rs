@@ -26,7 +26,6 @@ use crate::command::{Command, Envelope, Origin, Reply};
 use crate::encoding;
 use crate::ids::{LogIndex, ReplicaId, Slot};
 use crate::ownership::Ownership;
-use crate::planted::{self, Bug};
 use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
 use crate::prefix::{BlockHasher, HashSecret};
 use crate::pricing::FairnessSettings;
@@ -227,10 +226,7 @@ impl RouterState {
     #[must_use]
     pub fn digest(&self) -> u128 {
         let [users, users_rest] = self.users.digest();
-        let sessions = match planted::is(Bug::SnapshotWithoutSessions) {
-            true => 0,
-            false => xxh3_128(&encoding::to_bytes(&self.sessions)),
-        };
+        let sessions = xxh3_128(&encoding::to_bytes(&self.sessions));
         let parts = [
             u128::from(self.time.now_ms),
             self.cold_digest,
@@ -346,19 +342,13 @@ impl RouterState {
 
     /// Closes everything a replica has open, when its session ends.
     fn close_replica(&mut self, replica: ReplicaId) {
-        let leases = match planted::is(Bug::ExpiryLeavesLeases) {
-            true => Vec::new(),
-            false => self.leases.close_replica(replica),
-        };
-        for lease in leases {
+        for lease in self.leases.close_replica(replica) {
             // The engines went on without the replica, so what they computed is cached.
             self.ownership.release(lease.lease(), true);
             self.exact
                 .released(lease.backend.slot, &self.ownership, self.time.now_ms);
         }
-        if !planted::is(Bug::ExpiryLeavesRequests) {
-            self.users.close_replica(replica);
-        }
+        self.users.close_replica(replica);
         self.close_waiting(replica);
     }
 

@@ -12,7 +12,6 @@ use bincode::{Decode, Encode};
 
 use crate::command::{Lane, Origin, Reply};
 use crate::ids::{ReplicaId, SessionId};
-use crate::planted::{self, Bug};
 
 /// Number of ended sessions remembered per replica.
 const FORMER_SESSIONS_MAX: usize = 8;
@@ -69,12 +68,11 @@ impl Sessions {
             self.0.insert(origin.replica, begun);
             return Dedup::FreshRun;
         };
-        let comes_back = planted::is(Bug::EndedRunComesBack);
-        if session.former.contains(&origin.session) && !comes_back {
+        if session.former.contains(&origin.session) {
             return Dedup::Stale;
         }
         if session.current != origin.session {
-            if session.would_be_late(proposed_at_ms) && !comes_back {
+            if session.would_be_late(proposed_at_ms) {
                 return Dedup::Stale;
             }
             session.former.push(session.current);
@@ -86,12 +84,8 @@ impl Sessions {
             return Dedup::FreshRun;
         }
         match session.lane(origin.lane) {
-            Some(last) if origin.seq == last.seq && !planted::is(Bug::DedupDropped) => {
-                Dedup::Repeated(last.reply.clone())
-            }
-            Some(last) if origin.seq < last.seq && !planted::is(Bug::DedupOfLastOnly) => {
-                Dedup::Repeated(Reply::Applied)
-            }
+            Some(last) if origin.seq == last.seq => Dedup::Repeated(last.reply.clone()),
+            Some(last) if origin.seq < last.seq => Dedup::Repeated(Reply::Applied),
             Some(_) | None => Dedup::Fresh,
         }
     }

@@ -24,14 +24,12 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use super::RouterState;
 use super::leases::LeasesImage;
 use super::restoring::StagedRestore;
-use super::sessions::Sessions;
 use crate::encoding;
 use crate::error::SnapshotError;
 use crate::exact::FollowedImage;
 use crate::grants::WaitingList;
 use crate::ids::LogIndex;
 use crate::ownership::FrozenOwnership;
-use crate::planted::{self, Bug};
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
@@ -151,10 +149,7 @@ impl RouterState {
     /// continues.
     #[must_use]
     pub fn freeze(&self) -> FrozenState {
-        let sessions = match planted::is(Bug::SnapshotWithoutSessions) {
-            true => encoding::to_bytes(&Sessions::default()),
-            false => encoding::to_bytes(&self.sessions),
-        };
+        let sessions = encoding::to_bytes(&self.sessions);
         let is_common = self.staged.is_none() && self.audit.restored().is_none();
         let time = self.time.paced.as_ref().map(encoding::to_bytes);
         let is_newest = self.hash_secret.is_some() || self.audit.has_version_4() || time.is_some();

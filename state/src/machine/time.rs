@@ -25,8 +25,6 @@
 
 use bincode::{Decode, Encode};
 
-use crate::planted::{self, Bug};
-
 /// Maximum advance of replicated time by one command while it is not paced, in milliseconds.
 pub const TIME_STEP_MS_MAX: u64 = 60 * 60 * 1000;
 /// How far a stamp may lie before the last one and still count as merely late, or from a slightly
@@ -85,13 +83,6 @@ impl ReplicatedTime {
     /// Advances the time to a command with this stamp.
     pub(super) fn pass(&mut self, stamped_ms: u64) {
         self.stamped_ms = stamped_ms;
-        if planted::is(Bug::OwnClock) {
-            let ours_ms = stamped_ms.saturating_add(planted::own_clock_ms() % 8);
-            self.now_ms = self.now_ms.max(ours_ms);
-        }
-        if planted::is(Bug::TimeGoesBack) {
-            self.now_ms = self.now_ms.min(stamped_ms);
-        }
         self.now_ms = match &mut self.paced {
             Some(paced) => self.now_ms.saturating_add(paced.pass(stamped_ms)),
             // The first command sets it.
@@ -131,7 +122,7 @@ impl ReplicatedTime {
 impl PacedTime {
     /// Takes a stamp and returns how much time passed, in milliseconds.
     fn pass(&mut self, stamped_ms: u64) -> u64 {
-        if is_near(stamped_ms, self.stamp_ms) || planted::is(Bug::OneClockBelieved) {
+        if is_near(stamped_ms, self.stamp_ms) {
             self.apart = None;
             return self.go_on(stamped_ms);
         }
@@ -151,7 +142,7 @@ impl PacedTime {
             apart.last_ms = apart.last_ms.max(stamped_ms);
         }
         let lasted_ms = stamped_ms.saturating_sub(apart.first_ms);
-        if lasted_ms < UNANIMOUS_MS || self.is_held(&apart) {
+        if lasted_ms < UNANIMOUS_MS {
             self.apart = Some(apart);
             return 0;
         }
@@ -182,11 +173,6 @@ impl PacedTime {
             None => stamped_ms.saturating_sub(last_ms),
         };
         passed_ms.min(LEAP_MS_MAX)
-    }
-
-    /// A bug that tests can plant.
-    fn is_held(&self, apart: &DivergentStamps) -> bool {
-        planted::is(Bug::TimeHeld) && apart.last_ms < self.stamp_ms
     }
 }
 

@@ -25,7 +25,6 @@ use crate::ids::{BlockHash, Slot};
 use crate::ownership::arena::{Arena, BlockRecord, EPOCH_MAX, NO_RECORD};
 use crate::ownership::digest;
 use crate::ownership::index::RecordIndex;
-use crate::planted::{self, Bug};
 use crate::view::ViewWriter;
 
 /// Number of blocks whose memory is prefetched together before they change.
@@ -217,10 +216,7 @@ impl BackendBlocks {
     /// reports do not count: blocks brought by leases come on top, until the engine reports those
     /// too or reports what left for them.
     pub(super) fn trim(&mut self, common: &mut SharedIndex) {
-        let mut capacity = self.capacity.unwrap_or(u32::MAX);
-        if planted::is(Bug::CapacityOffByOne) {
-            capacity = capacity.saturating_add(1);
-        }
+        let capacity = self.capacity.unwrap_or(u32::MAX);
         while self.unreported() > capacity {
             let group = (self.unreported() - capacity).min(GROUP_BLOCKS as u32);
             self.warm_evictions(common, group as usize);
@@ -362,11 +358,7 @@ impl BackendBlocks {
 
     /// Evicts the first free leaf in order; returns `false` if there is none.
     pub(super) fn evict(&mut self, common: &mut SharedIndex) -> bool {
-        let key = match planted::is(Bug::EvictsByPlace) {
-            true => self.pop_by_place(),
-            false => self.evictable.pop_first(),
-        };
-        let Some(key) = key else {
+        let Some(key) = self.evictable.pop_first() else {
             return false;
         };
         let index = record_of(key);
@@ -376,13 +368,6 @@ impl BackendBlocks {
             self.settle(record.parent);
         }
         true
-    }
-
-    /// Chooses as a planted bug would: by a record's index, which may differ between replicas.
-    fn pop_by_place(&mut self) -> Option<u64> {
-        let first = self.evictable.iter().min_by_key(|key| record_of(**key));
-        let first = first.copied()?;
-        self.evictable.take(&first)
     }
 
     /// Removes a record that has no children and is not in `evictable`, and passes its epoch to its
@@ -480,8 +465,7 @@ impl BackendBlocks {
     /// Adds a record to the evictable set if it is a free leaf.
     pub(super) fn settle(&mut self, index: u32) {
         let record = self.arena.get(index);
-        let is_pinned_leaf = record.children == 0 && record.leases > 0;
-        if record.is_free_leaf() || is_pinned_leaf && planted::is(Bug::EvictsPinned) {
+        if record.is_free_leaf() {
             self.evictable.insert(key(index, &record));
         }
     }

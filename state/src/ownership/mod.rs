@@ -23,7 +23,6 @@ mod tests;
 
 use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BlockHash, Slot};
-use crate::planted::{self, Bug};
 use crate::view::{BlockView, SHARDS, ViewWriter};
 use arena::NO_RECORD;
 use backend::{BackendBlocks, SharedIndex};
@@ -166,10 +165,7 @@ impl Ownership {
             };
         };
         let from = match tip {
-            Some(tip) => match backend.find(tip) {
-                None if planted::is(Bug::MissingTipIsFirst) => NO_RECORD,
-                found => found.ok_or(MissingTip)?,
-            },
+            Some(tip) => backend.find(tip).ok_or(MissingTip)?,
             None => NO_RECORD,
         };
         let walk = backend.walk(common, from, new);

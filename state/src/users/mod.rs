@@ -45,7 +45,6 @@ use bincode::{Decode, Encode};
 use serde::Serialize;
 
 use crate::ids::{ReplicaId, UserKey};
-use crate::planted::{self, Bug};
 use crate::quotas::{Quota, RemainingLimits};
 use crate::settings::UserLimits;
 
@@ -203,10 +202,8 @@ impl User {
     fn set_weight(&mut self, weight_milli: u32) {
         self.is_configured = true;
         if weight_milli != self.weight_milli {
-            if !planted::is(Bug::WeightRewritesPast) {
-                self.base = self.counter();
-                self.charged = 0;
-            }
+            self.base = self.counter();
+            self.charged = 0;
             self.weight_milli = weight_milli;
         }
     }

@@ -18,7 +18,6 @@ use crate::cow::CowMap;
 use crate::encoding;
 use crate::error::InvariantError;
 use crate::ids::{ReplicaId, UserKey};
-use crate::planted::{self, Bug};
 use crate::policy::VtcBasicSettings;
 use crate::pricing::Pricing;
 use crate::quotas::Consumed;
@@ -147,10 +146,6 @@ impl Users {
     /// Returns the counter that an arriving user is lifted to; see the module documentation.
     pub(crate) fn virtual_time(&self) -> u64 {
         let least = |users: &BTreeSet<(u64, UserKey)>| users.first().map(|(counter, _)| *counter);
-        if planted::is(Bug::LiftOverAll) {
-            let counters = self.map.iter().map(|(_, user)| user.counter());
-            return counters.min().unwrap_or_default();
-        }
         least(&self.waiting)
             .or(self.last_left)
             .or_else(|| least(&self.backlogged))
@@ -223,7 +218,7 @@ impl Users {
             // who returns from idle.
             let comes = charge.started > 0 || charge.queued > 0;
             let is_lifted = !user.is_waiting() && (has_queued || user.is_idle());
-            if comes && is_lifted && !planted::is(Bug::LiftLost) {
+            if comes && is_lifted {
                 user.lift_to(virtual_time);
             }
             add(&mut user.in_flight, replica, charge.started);

@@ -278,6 +278,17 @@ fn a_block_stays_while_any_rank_holds_it() {
 }
 
 #[test]
+fn a_newer_message_that_is_only_told_of_ends_no_doubt() {
+    let mut scene = Scene::new(None);
+    scene.tell(0, KvNews::Begin);
+    scene.tell(0, KvNews::Current { seq: Some(0) });
+    let gap = because(KvMode::Degraded, KvReason::Doubt(KvDoubt::Gap));
+    assert_eq!(scene.condition(), gap);
+    scene.hear(0, vec![stored(None, &[1])]);
+    assert_eq!(scene.condition(), KvCondition::EXACT);
+}
+
+#[test]
 fn a_gap_changes_nothing_until_it_is_filled() {
     let mut scene = Scene::followed(None);
     scene.hear(0, vec![stored(None, &[1])]);
