@@ -103,7 +103,7 @@ pub struct GroupReport {
 }
 
 /// A distribution of times, in milliseconds; zeros when there are none.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 pub struct LatencySummary {
     /// Mean.
     pub mean: f64,
@@ -223,7 +223,7 @@ impl LoadTally {
             .into_iter()
             .map(|(user, report)| (user.to_string(), report))
             .collect();
-        let service: Vec<u64> = users.values().map(|user| user.service).collect();
+        let service: Vec<f64> = users.values().map(|user| user.service as f64).collect();
         LoadReport {
             duration_s: duration.as_secs_f64(),
             total: self.all.report(duration),
@@ -305,13 +305,7 @@ impl TargetCounts {
 impl LatencySummary {
     fn of(histogram: &Histogram<u64>) -> Self {
         if histogram.is_empty() {
-            return Self {
-                mean: 0.0,
-                p50: 0.0,
-                p90: 0.0,
-                p99: 0.0,
-                max: 0.0,
-            };
+            return Self::default();
         }
         let quantile = |at| histogram.value_at_quantile(at) as f64 / 1e3;
         Self {
@@ -325,9 +319,10 @@ impl LatencySummary {
 }
 
 /// Jain's fairness index, `(sum x)^2 / (n * sum x^2)`; `None` when nobody got anything.
-fn jain_index(service: &[u64]) -> Option<f64> {
-    let sum: f64 = service.iter().map(|x| *x as f64).sum();
-    let squares: f64 = service.iter().map(|x| (*x as f64).powi(2)).sum();
+#[must_use]
+pub fn jain_index(service: &[f64]) -> Option<f64> {
+    let sum: f64 = service.iter().sum();
+    let squares: f64 = service.iter().map(|x| x * x).sum();
     (squares > 0.0).then(|| sum * sum / (service.len() as f64 * squares))
 }
 
@@ -398,8 +393,8 @@ mod tests {
 
     #[test]
     fn jains_index_tells_even_from_uneven() {
-        assert_eq!(jain_index(&[5, 5, 5]), Some(1.0));
-        assert_eq!(jain_index(&[9, 0, 0]), Some(1.0 / 3.0));
-        assert_eq!(jain_index(&[0]), None);
+        assert_eq!(jain_index(&[5.0, 5.0, 5.0]), Some(1.0));
+        assert_eq!(jain_index(&[9.0, 0.0, 0.0]), Some(1.0 / 3.0));
+        assert_eq!(jain_index(&[0.0]), None);
     }
 }

@@ -7,10 +7,10 @@ use state::admission::{Order, bound};
 
 use super::ideal::IdealBounds;
 use super::plan::SimPlan;
-use super::service::jain_index;
 use super::tally::SimTally;
 use super::workload::SimWorkload;
 use super::world::SimOutcome;
+use crate::replay::report::{LatencySummary, jain_index};
 
 /// Points of a distribution's curve.
 const QUANTILES: usize = 100;
@@ -81,9 +81,9 @@ pub struct RunReport {
     /// Of what the pooled cache would have hit, the share that was hit.
     pub share_of_ideal: Option<f64>,
     /// Time to first token, milliseconds.
-    pub ttft_ms: SimTimes,
+    pub ttft_ms: LatencySummary,
     /// Time to the end, milliseconds.
-    pub latency_ms: SimTimes,
+    pub latency_ms: LatencySummary,
     /// Mean time to first token above its lower bound, milliseconds.
     pub regret_ms: Option<f64>,
     /// Requests per second until the horizon.
@@ -134,21 +134,6 @@ pub struct RunReport {
     pub curves: RunCurves,
 }
 
-/// A distribution of times, in milliseconds; zeros when there are none.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
-pub struct SimTimes {
-    /// Mean.
-    pub mean: f64,
-    /// Median.
-    pub p50: f64,
-    /// 90th percentile.
-    pub p90: f64,
-    /// 99th percentile.
-    pub p99: f64,
-    /// Largest.
-    pub max: f64,
-}
-
 /// Curves over time and distributions.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RunCurves {
@@ -174,22 +159,19 @@ pub struct RunCurves {
     pub users: Vec<String>,
 }
 
-impl SimTimes {
-    /// Of times in microseconds, which are sorted by this.
-    #[must_use]
-    pub fn of(times: &mut [u64]) -> Self {
-        times.sort_unstable();
-        let Some(max) = times.last() else {
-            return Self::default();
-        };
-        let sum: u128 = times.iter().map(|time| u128::from(*time)).sum();
-        Self {
-            mean: sum as f64 / times.len() as f64 / 1e3,
-            p50: quantile(times, 50) as f64 / 1e3,
-            p90: quantile(times, 90) as f64 / 1e3,
-            p99: quantile(times, 99) as f64 / 1e3,
-            max: *max as f64 / 1e3,
-        }
+/// Sorts times in microseconds and sums them up.
+fn summary(times: &mut [u64]) -> LatencySummary {
+    times.sort_unstable();
+    let Some(max) = times.last() else {
+        return LatencySummary::default();
+    };
+    let sum: u128 = times.iter().map(|time| u128::from(*time)).sum();
+    LatencySummary {
+        mean: sum as f64 / times.len() as f64 / 1e3,
+        p50: quantile(times, 50) as f64 / 1e3,
+        p90: quantile(times, 90) as f64 / 1e3,
+        p99: quantile(times, 99) as f64 / 1e3,
+        max: *max as f64 / 1e3,
     }
 }
 
@@ -216,7 +198,7 @@ impl RunReport {
         let shares = tally.service.shares();
         let names = || workload.users.iter().map(|user| user.name.clone());
         let hit_rate = ratio(tally.cached_tokens, tally.prompt_tokens);
-        let ttft_ms = SimTimes::of(&mut tally.ttft);
+        let ttft_ms = summary(&mut tally.ttft);
         Self {
             label: plan.label.clone(),
             policy: plan.policy.name().to_owned(),
@@ -240,7 +222,7 @@ impl RunReport {
                 .filter(|ideal| ideal.hit_rate > 0.0)
                 .map(|ideal| hit_rate / ideal.hit_rate),
             regret_ms: ideal.map(|ideal| ttft_ms.mean - ideal.ttft_ms),
-            latency_ms: SimTimes::of(&mut tally.latency),
+            latency_ms: summary(&mut tally.latency),
             requests_per_s: tally.ended_in_time as f64 / horizon_s,
             tokens_per_s: tally.tokens_in_time as f64 / horizon_s,
             load_spread: load_spread(&tally),

@@ -12,7 +12,7 @@ use state::users::FairnessSettings;
 pub const GAP_USERS_MAX: usize = 64;
 
 /// The books of all users.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct ServiceAccounts {
     prices: FairnessSettings,
     accounts: Vec<UserAccount>,
@@ -203,17 +203,10 @@ impl ServiceAccounts {
     }
 }
 
-/// Jain's fairness index, `(sum x)^2 / (n * sum x^2)`; `None` when nobody got anything.
-#[must_use]
-pub fn jain_index(shares: &[f64]) -> Option<f64> {
-    let sum: f64 = shares.iter().sum();
-    let squares: f64 = shares.iter().map(|share| share * share).sum();
-    (squares > 0.0).then(|| sum * sum / (shares.len() as f64 * squares))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::replay::report::jain_index;
 
     fn service(weights: &[u32]) -> ServiceAccounts {
         ServiceAccounts::new(FairnessSettings::default(), weights.iter().copied())

@@ -8,7 +8,7 @@ pub const POINTS: u64 = 120;
 const COUNT: usize = POINTS as usize;
 
 /// Everything observed.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct SimTally {
     /// Until when service and throughput count.
     pub horizon: Micros,
@@ -92,25 +92,6 @@ impl SimTally {
     pub fn new(horizon: Micros, service: ServiceAccounts, backends: u16) -> Self {
         Self {
             horizon,
-            arrived: 0,
-            ended: 0,
-            refused: 0,
-            abandoned: 0,
-            refusals: 0,
-            departures: 0,
-            wasted_tokens: 0,
-            resent: 0,
-            ttft: Vec::new(),
-            latency: Vec::new(),
-            prompt_tokens: 0,
-            cached_tokens: 0,
-            predicted_tokens: 0,
-            output_tokens: 0,
-            tokens_in_time: 0,
-            ended_in_time: 0,
-            largest_priced: 0,
-            uncharged_milli: 0,
-            promised_milli: 0,
             promised: vec![0; service.users()],
             by_backend: vec![0; usize::from(backends)],
             points: TimeSeries {
@@ -120,9 +101,7 @@ impl SimTally {
                 ..TimeSeries::default()
             },
             service,
-            log_bytes: 0,
-            log_entries: 0,
-            last_end: 0,
+            ..Self::default()
         }
     }
 
