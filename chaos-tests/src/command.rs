@@ -1,4 +1,4 @@
-//! Commands of the system, run to their end.
+//! Runs commands of the system to completion.
 
 use std::io::Write as _;
 use std::process::{Command, Stdio};

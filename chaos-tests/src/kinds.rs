@@ -1,4 +1,5 @@
-//! Lists of kinds: an enum whose kinds have a name for command lines and a sentence.
+//! A macro for lists of kinds: enums whose variants have a name for the command line and a
+//! description.
 
 macro_rules! kinds {
     (

@@ -1,13 +1,15 @@
-//! Faults against real clusters: processes that are killed, and what must hold afterwards.
+//! Tests of whole clusters under faults.
 //!
-//! [`processes`] brings up `quorate serve` and `quorate engine` processes, on loopback or on hosts in
-//! network namespaces ([`netns`]), and does to them what machines, networks, disks and operators do.
-//! Each request goes to one replica and is never sent a second time, so a failure cannot hide behind a
-//! retry.
+//! - [`sim`] runs simulated clusters, in which one seed decides everything.
+//! - [`processes`] starts real `quorate serve` and `quorate engine` processes, on loopback or on
+//!   hosts in network namespaces ([`netns`]), and does to them what machines, networks, disks and
+//!   operators do. Each request goes to one replica and is never sent twice, so that no retry hides
+//!   a failure.
+//! - [`soak`] overloads such a cluster with hostile and careless clients.
+//! - [`fuzzing`] feeds mutated bytes to everything that reads foreign ones.
 //!
-//! [`soak`] lets everybody loose at once on such a cluster who means no good or knows no better.
-//!
-//! [`oracle`] is what is written down of a run, [`invariants`] what must hold of it.
+//! [`oracle`] records a run and [`invariants`] states what must hold of it. [`planted`] plants
+//! bugs, to prove that both find them.
 
 mod command;
 pub mod fuzzing;

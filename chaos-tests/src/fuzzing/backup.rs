@@ -1,7 +1,8 @@
 //! Backup files, as an operator gives them to `quorate restore` or to a replica.
 //!
-//! However the bytes come in, the same is read; what is read as a whole can be written and read again. They
-//! are also read with their checksums made to fit, to come behind these.
+//! A file reads the same however its bytes arrive, and a file that was read completely can be
+//! written and read again. Files are also read with their checksums corrected, so that mutations
+//! get past them.
 
 use std::io::{Read, Write};
 

@@ -1,5 +1,5 @@
-//! Mutations of real encodings, the same ones in every run with the same seed: what bit rot, cut
-//! connections, confused peers and liars about lengths make of them.
+//! Seeded mutations of real encodings, as bit rot, cut connections, faulty peers and forged lengths
+//! would produce them. The same seed gives the same mutations.
 
 use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};

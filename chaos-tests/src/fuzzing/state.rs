@@ -1,7 +1,8 @@
 //! Fuzz targets of `state`: commands, replies and snapshots.
 //!
-//! A command that can be decoded is applied to two replicas, one of which is rebuilt from a snapshot
-//! halfway: replies and digests stay the same and every invariant that `check` knows holds.
+//! Every command that decodes is applied to two replicas, one of which is rebuilt from a snapshot
+//! halfway. Their replies and digests must be equal, and every invariant that `check` knows must
+//! hold.
 
 use std::collections::BTreeMap;
 

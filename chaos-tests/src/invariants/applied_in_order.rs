@@ -1,6 +1,6 @@
-//! Within one run, a state goes forwards: index after index, none left out, none twice; only a snapshot
-//! leaps, and never backwards, except where the world has taken the state: then it may take over that of
-//! another at an index it has passed.
+//! Within a run a state only moves forward: it applies every index once and in order, and only a
+//! snapshot skips ahead. The one exception is a state that the world has destroyed: it may be
+//! replaced by another replica's, at an index it has passed before.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;

@@ -1,5 +1,5 @@
-//! A request goes to a backend that was registered, in that life, and not draining, in the state that its
-//! replica saw when it decided.
+//! A request goes to a backend that was registered, in that incarnation and not draining, in the
+//! state that its replica saw when it decided.
 
 use std::ops::Bound::{Excluded, Included};
 

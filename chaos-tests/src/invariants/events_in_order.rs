@@ -1,5 +1,5 @@
-//! KV events are applied in their order, whoever reads them: along the log, what is applied of a rank's
-//! stream goes forwards, run after run and message after message.
+//! KV events are applied in order, whichever replica reads them: along the log, the position in a
+//! rank's stream only moves forward, publisher run by publisher run and message by message.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! A backend that is called exact is: the blocks that count as reported are those that its engine held
-//! when it had published the last message that is applied, and no reader told of a later one.
+//! A backend that is called exact is exact: its reported blocks are those that its engine held
+//! after publishing the last applied message, and no reader has reported a later message.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,5 @@
-//! A lease that was opened is open until it is released, its session ends or its backend begins another life.
+//! A lease stays open until it is released, its session ends, or its backend begins another
+//! incarnation.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;

@@ -1,5 +1,5 @@
-//! I1 and I3 again, looked at from outside in what a state tells of its blocks: a backend owns every
-//! block before one it owns, and more than its capacity only while nothing could go.
+//! I1 and I3 again, checked from outside on the blocks that a state reports: a backend that owns a
+//! block owns every block before it, and it exceeds its capacity only while nothing can be evicted.
 
 use std::collections::BTreeSet;
 

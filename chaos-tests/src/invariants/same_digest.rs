@@ -1,4 +1,4 @@
-//! States are equal wherever they are at the same index, however they came there.
+//! States at the same index have the same digest, however they got there.
 
 use std::collections::BTreeMap;
 

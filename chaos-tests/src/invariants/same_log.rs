@@ -1,4 +1,4 @@
-//! At one index all replicas apply the same command.
+//! All replicas apply the same command at the same index.
 
 use xxhash_rust::xxh3::xxh3_128;
 

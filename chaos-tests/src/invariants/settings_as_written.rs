@@ -1,4 +1,4 @@
-//! Settings, the registry and the sessions are what the writes in the log left, one after the other.
+//! Settings, registry and sessions are what the writes in the log left, in order.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;

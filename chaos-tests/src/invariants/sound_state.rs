@@ -1,4 +1,5 @@
-//! The invariants of one state, I1 to I9 and on: `RouterState::check`, which names the one that is broken.
+//! The invariants of a single state (I1 to I9 and more), by `RouterState::check`, which names a
+//! broken one.
 
 use state::RouterState;
 

@@ -1,5 +1,5 @@
-//! Replicated time goes by the stamps of the commands that had effect, forwards only: as fast as those that
-//! follow each other, and past those of one clock that differs from all others.
+//! Replicated time follows the stamps of the commands that took effect and never falls: it keeps
+//! the pace of stamps that agree, and ignores those of a single clock that differs from all others.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;

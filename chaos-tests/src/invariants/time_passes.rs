@@ -1,5 +1,5 @@
-//! Replicated time passes as the real one does, whatever a minority of the clocks show: at no time more of it
-//! has passed, and healed not less.
+//! Replicated time passes as fast as real time, whatever a minority of the clocks show: never
+//! faster, and after healing not slower.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;

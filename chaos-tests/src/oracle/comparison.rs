@@ -1,4 +1,4 @@
-//! The log replayed by the naive [`ReferenceModel`], and every image of a state held against it.
+//! Replays the log with the naive [`ReferenceModel`] and compares every image of a state with it.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,6 +1,6 @@
-//! What must hold once a fault is over, seen from outside: the load rests, and then every replica that
-//! is up is ready, nothing is in flight, all digests are one, every counter is what the engines told,
-//! and every replica knows what the last requests put into the engines' caches.
+//! What must hold once a fault is over, checked from outside. The load rests; then every replica
+//! that is up is ready, nothing is in flight, all digests agree, every counter equals what the
+//! engines reported, and every replica knows what the last requests put into the engines' caches.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;

@@ -1,8 +1,8 @@
-//! Load for a cluster in trouble: chats, over all replicas that are open, until it is told to stop.
+//! Load for a cluster in trouble: chats over all replicas that take requests, until it is stopped.
 //!
-//! A chat goes on at whatever replica is next, but a request is charged to a user of the replica it
-//! goes to: what a killed replica took with it then concerns its own users only, and everybody else's
-//! counters must be right to the token. No request is sent twice.
+//! The next turn of a chat goes to any replica, but each request is charged to a user of the
+//! replica it goes to. What a killed replica had not handed over then concerns its own users only,
+//! and all other counters must be right to the token. No request is sent twice.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};

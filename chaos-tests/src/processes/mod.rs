@@ -1,9 +1,9 @@
-//! A cluster of real processes: replicas and engines, each with its own folder and log, on loopback or
-//! on hosts of their own.
+//! A cluster of real processes: replicas and engines, each with its own folder and log, on loopback
+//! or on hosts of their own.
 //!
-//! Addresses are chosen once and kept, for a replica that is started again must be found where it was.
-//! Everything a cluster started ends with it. One that is dropped without [`ProcessCluster::stop`] belonged to
-//! a test that failed: the ends of its logs are printed.
+//! Addresses are chosen once and kept, because a restarted replica must be found where it was.
+//! Everything that a cluster started ends with it. When a cluster is dropped without
+//! [`ProcessCluster::stop`], its test has failed, and the ends of its logs are printed.
 
 mod binary;
 pub mod book;

@@ -1,7 +1,7 @@
 //! Ports that stay the same across restarts.
 //!
-//! They lie below the range the kernel takes ports of outgoing connections from (32768 and up), so
-//! that none of those sits on a port in the moment a replica is down.
+//! They lie below the range from which the kernel takes ports for outgoing connections (32768 and
+//! up), so that no connection occupies one while its replica is down.
 
 use std::net::TcpListener;
 

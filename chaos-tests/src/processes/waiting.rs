@@ -1,4 +1,4 @@
-//! Waiting for what a cluster will say.
+//! Waits until a cluster reports a condition.
 
 use std::time::Duration;
 

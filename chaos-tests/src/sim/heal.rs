@@ -1,4 +1,4 @@
-//! After the faults: everything is mended, and the cluster must find back to one state by itself.
+//! After the faults: everything is repaired, and the cluster must return to one state by itself.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

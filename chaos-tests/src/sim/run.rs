@@ -1,4 +1,4 @@
-//! One seed, from the forming of a cluster to its healing.
+//! One seed, from forming the cluster to healing it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! A replica whose state is lost, before it knows and after.
+//! A replica whose state is lost, before and after it notices.
 
 use std::sync::atomic::Ordering;
 

@@ -1,4 +1,4 @@
-//! Watches the states of replicas change, and writes it down.
+//! Records how the states of replicas change.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

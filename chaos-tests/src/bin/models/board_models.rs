@@ -1,5 +1,5 @@
-//! The board of the backends' health: both of its faces show the last change, and a probe of a backend
-//! that moved out changes nothing.
+//! The board of backend health: both of its views show the last change, and a late probe of a
+//! replaced backend changes nothing.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Circuit breakers: of requests that find one due at once, one tries it.
+//! Circuit breakers: when several requests find an open circuit due at once, exactly one tries it.
 
 use std::sync::Arc;
 use std::time::Duration;

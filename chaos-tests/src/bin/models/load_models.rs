@@ -1,4 +1,4 @@
-//! The load table: what is counted in is counted out, and who waits for room is woken.
+//! The load table: every count that is added is taken out again, and a waiter for room is woken.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The overlay: who has routed something finds it, whatever others add and remove meanwhile.
+//! The overlay: a replica finds what it has routed, whatever others add and remove meanwhile.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Raft's watched values: no change and no end is slept through, and the end comes after the last value.
+//! Raft's watched values: a waiter misses no change and no end, and the end follows the last value.
 
 use loom::future::block_on;
 use loom::thread;

@@ -1,4 +1,4 @@
-//! Runs simulated clusters, one seed after the other, and says what did not hold.
+//! Runs simulated clusters, one seed after another, and reports what did not hold.
 //!
 //! `cargo run --profile sim -p chaos-tests --bin seeds -- --seeds 10000`
 

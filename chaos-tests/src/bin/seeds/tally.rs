@@ -1,4 +1,4 @@
-//! Adding up what came of many seeds, and showing it.
+//! Sums up the results of many seeds and prints them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

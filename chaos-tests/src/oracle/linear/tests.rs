@@ -1,4 +1,4 @@
-//! Both checkers against random histories: those that are true are taken, those that are broken refused.
+//! Both checkers on random histories: they accept the correct ones and reject the broken ones.
 
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};

@@ -1,4 +1,5 @@
-//! One backend's cache as leases imply it: the least recently released path goes first, from its end.
+//! A backend's cache as its leases imply it. Eviction takes the least recently released path first,
+//! from its end.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Replicas that die at once, and come back with what they had on disk.
+//! Replicas that are killed and come back with what they had on disk.
 
 use super::{FaultContext, until};
 

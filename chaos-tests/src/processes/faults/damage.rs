@@ -1,7 +1,8 @@
-//! Files that are not what was written: found when the replica starts, never served from.
+//! Damaged files: a replica must notice them when it starts, and never serve from them.
 //!
-//! The replica must refuse to start and name the file and the place. It is then rebuilt as its own
-//! message says: the store is set aside, the member removed, and a replica with another number joins.
+//! The replica must refuse to start, naming the file and the position. It is then rebuilt as its
+//! own message says: the store is set aside, the member removed, and a replica with another id
+//! joins.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt as _;

@@ -1,4 +1,4 @@
-//! Members that come and go under load.
+//! Members that join and leave under load.
 
 use anyhow::Context as _;
 use http::Method;

@@ -1,4 +1,4 @@
-//! Processes that stand still: SIGSTOP, as a suspended machine or a long swap does.
+//! Paused processes: SIGSTOP, as a suspended machine or heavy swapping does.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Every disk is lost, and there is a backup.
+//! Every disk is lost, and a backup is restored.
 
 use anyhow::Context as _;
 

@@ -1,4 +1,4 @@
-//! Bodies of calls: read out on one side, put together again on the other.
+//! Bodies of calls: read on one side and reassembled on the other.
 
 use std::collections::VecDeque;
 use std::pin::Pin;

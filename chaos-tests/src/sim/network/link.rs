@@ -1,4 +1,4 @@
-//! One direction between two hosts: how long messages take and what becomes of them.
+//! One direction between two hosts: how long messages take and what happens to them.
 
 use lab::rng::Rng;
 

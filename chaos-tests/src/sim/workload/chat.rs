@@ -1,4 +1,4 @@
-//! A client that talks to models: chats that grow and share their beginnings.
+//! A client that chats with models. Chats grow and share prefixes.
 
 use std::sync::Arc;
 use std::time::Duration;

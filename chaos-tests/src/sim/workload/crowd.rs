@@ -1,7 +1,8 @@
-//! Clients that are none too well behaved: they give up and try again, leave at any moment, read slowly,
-//! have their engines tell no usage, leave answers that nobody has seen yet, make up names.
+//! Badly behaved clients: they give up and retry, leave at any moment, read slowly, use engines
+//! that report no usage, leave before the first byte, or make up user names.
 //!
-//! Which of them are there is drawn apart from everything else: in half of the seeds nobody is.
+//! Which of them take part is drawn separately from everything else; in half of the seeds none
+//! does.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Engines, as far as requests notice: what their caches hold, how long they take, when they fail.
+//! Engines as requests see them: what their caches hold, how long they take, and when they fail.
 
 use std::collections::BTreeMap;
 

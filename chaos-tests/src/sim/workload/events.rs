@@ -1,5 +1,5 @@
-//! The product's own readers of KV events, over sockets that are played: connections that break, with a
-//! word or without, messages that are lost or come twice, replays that end too soon.
+//! The product's own readers of KV events over simulated sockets: connections that break with or
+//! without an error, messages that are lost or duplicated, and replays that end too soon.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;

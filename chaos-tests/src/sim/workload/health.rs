@@ -1,4 +1,4 @@
-//! In place of probes: tells a replica which engines answer, and has engines fail.
+//! Stands in for probes: tells a replica which engines answer, and makes engines fail.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! The workload of a run: clients, operators and engines.
 //!
-//! Everybody lives in the process of the replica they talk to, and goes with it: what a client was
-//! not told when its replica died, it does not know. Engines outlive replicas. What clients did and were told
-//! goes into the history.
+//! Each client lives in the process of the replica it talks to and dies with it: what it had not
+//! been told by then it does not know. Engines outlive replicas. What clients did and were told is
+//! recorded in the history.
 
 mod chat;
 mod crowd;
