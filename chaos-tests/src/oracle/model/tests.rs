@@ -71,7 +71,7 @@ impl RecordedLog {
         let mut log = Self::default();
         let backend = Command::PutBackend(common::spec("0", 1, Some(8)));
         for (command, seq) in [common::init(), backend].into_iter().zip(1..) {
-            log.propose(common::envelope(4, 1, Lane::Admin, seq, command));
+            log.propose(&common::envelope(4, 1, Lane::Admin, seq, command));
         }
         log
     }
@@ -92,8 +92,8 @@ impl RecordedLog {
                 let repeated = last.filter(|_| is_repeat).cloned();
                 let next = || common::envelope(replica, session, lane, seq, command);
                 let envelope = repeated.unwrap_or_else(next);
-                self.sent.insert(key, envelope.clone());
-                self.propose(envelope);
+                self.propose(&envelope);
+                self.sent.insert(key, envelope);
             }
             Step::Skip => self.append(None),
             Step::Rebuild => self.rebuild(),
@@ -103,9 +103,9 @@ impl RecordedLog {
         }
     }
 
-    fn propose(&mut self, envelope: Envelope) {
+    fn propose(&mut self, envelope: &Envelope) {
         self.keys.extend(RegisterKey::all_of(&envelope.command));
-        self.append(Some(encode_envelope(&envelope)));
+        self.append(Some(encode_envelope(envelope)));
     }
 
     fn append(&mut self, entry: Option<Vec<u8>>) {
