@@ -118,7 +118,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::Serve(args) => serve::run(args),
         CliCommand::Replay(args) => {
             // The temporary clusters of a comparison have little to log about it.
-            let quiet = "warn,raft::replica=error,openraft=off";
+            let quiet = "warn,raft::replica=error,raft::replica::peers=warn,openraft=off";
             telemetry::init_for_command(quiet)?;
             descriptors::raise();
             block_on(lab::replay::run::<crate::dev::fleet::Fleet>(args))

@@ -27,7 +27,7 @@ pub struct VllmCacheAwareSettings {
     /// Largest load of a backend that is chosen for its prefix, in thousandths of the average.
     #[schemars(range(min = 1000, max = FACTOR_MILLI_MAX))]
     pub load_factor_milli: u32,
-    /// How matches are found: for all backends at once, or per backend by position.
+    /// How blocks are identified: by their content and what precedes it, or by their position as well.
     pub hashing: BlockNaming,
     /// How often a match renews the age of its blocks: with every request, or with one in eight.
     pub touch: Touch,
