@@ -9,12 +9,8 @@ use state::admission::{
     AdmissionSettings, BATCH_MAX, Batching, BinSelection, ChargeInput, Grants, MEMORY_Z_MILLI_MAX,
     Order, SlaSettings,
 };
-use state::command::Rejection;
-use state::quotas::UserLimits;
 
-use super::file::ms;
-use super::form::{Parsed, Slots, Span, SpanOrZero};
-use super::read::Settings;
+use super::form::{Parsed, Slots, Span, SpanOrZero, ms};
 
 /// `[admission]`.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
@@ -120,55 +116,4 @@ pub struct UserLimitsConfig {
 
 fn us(us: u32) -> Parsed<SpanOrZero> {
     Parsed(Duration::from_micros(us.into()))
-}
-
-/// Returns the settings of a new cluster.
-pub(super) fn settings(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSettings {
-    let settings = AdmissionSettings {
-        order: config.order,
-        concurrency: *config.concurrency,
-        queue_max: config.max_queue,
-        wait_ms_max: millis(*config.max_wait),
-        charge: config.charge,
-        grants: config.grants,
-        gate_tokens: config.gate_tokens,
-        bins: config.bins,
-        bin_selection: config.bin_selection,
-        bin_age_ms_max: millis(*config.bin_max_age),
-        batching: config.batching,
-        sla: SlaSettings {
-            inter_token_us: micros(*config.sla.inter_token),
-            tolerance_us: micros(*config.sla.tolerance),
-            batch_min: config.sla.min_batch,
-            batch_max: config.sla.max_batch,
-            memory_z_milli: config.sla.memory_z_milli,
-        },
-        user_limits: UserLimits {
-            requests: config.user_limits.requests,
-            tokens: config.user_limits.tokens.map(u64::from),
-            concurrent: config.user_limits.concurrent,
-            window_ms: config.user_limits.window.as_deref().copied().map(millis),
-        },
-    };
-    // With each key valid by itself, errors are left in these two fields and `batching`.
-    let key = |field: &str| {
-        let key = field.replace("batch_max", "max_batch");
-        key.replace("batch_min", "min_batch")
-    };
-    if let Err(Rejection::Invalid { field, expected }) = settings.validate()
-        && found.is_sound("admission")
-    {
-        found.refuse_value(&format!("admission.{}", key(&field)), &key(&expected));
-    }
-    settings
-}
-
-fn millis(span: Duration) -> u32 {
-    u32::try_from(span.as_millis()).unwrap_or(u32::MAX)
-}
-
-/// At most an hour; no engine takes as long for a token.
-fn micros(span: Duration) -> u32 {
-    let span = span.min(Duration::from_secs(3600));
-    u32::try_from(span.as_micros()).unwrap_or(u32::MAX)
 }

@@ -1,13 +1,19 @@
 //! Makes a [`Config`] of a file whose values are valid one by one. Checks what involves several keys or
 //! other files.
 
-use api::proxy::ApiKeys;
+use std::time::Duration;
 
+use api::proxy::ApiKeys;
+use state::admission::{AdmissionSettings, SlaSettings};
+use state::command::Rejection;
+use state::quotas::UserLimits;
+
+use super::admission::AdmissionConfig;
 use super::file::{ConfigFile, ListenConfig};
 use super::form::{show_duration, values};
 use super::read::Settings;
 use super::traffic::{CircuitConfig, UsersConfig};
-use super::{Config, admission, cluster, engines, key_file, models, requests, routing};
+use super::{Config, cluster, engines, key_file, models, requests, routing};
 
 /// Checks everything and adds errors to `found`. The config is only usable if there are none.
 pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
@@ -21,7 +27,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     let models = models::models(&file.models, found);
     let backends = engines::backends(&file, &models, found);
     let engine_keys = engines::keys(&file, found);
-    let admission = admission::settings(&file.admission, found);
+    let admission = admission(&file.admission, found);
     let policies = file.routing.policies.clone().policies();
     routing::check_policies(&policies, found);
     Config {
@@ -114,4 +120,55 @@ fn api_keys(users: &UsersConfig, found: &mut Settings) -> Option<ApiKeys> {
             None
         }
     }
+}
+
+/// Returns the settings of a new cluster.
+fn admission(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSettings {
+    let settings = AdmissionSettings {
+        order: config.order,
+        concurrency: *config.concurrency,
+        queue_max: config.max_queue,
+        wait_ms_max: millis(*config.max_wait),
+        charge: config.charge,
+        grants: config.grants,
+        gate_tokens: config.gate_tokens,
+        bins: config.bins,
+        bin_selection: config.bin_selection,
+        bin_age_ms_max: millis(*config.bin_max_age),
+        batching: config.batching,
+        sla: SlaSettings {
+            inter_token_us: micros(*config.sla.inter_token),
+            tolerance_us: micros(*config.sla.tolerance),
+            batch_min: config.sla.min_batch,
+            batch_max: config.sla.max_batch,
+            memory_z_milli: config.sla.memory_z_milli,
+        },
+        user_limits: UserLimits {
+            requests: config.user_limits.requests,
+            tokens: config.user_limits.tokens.map(u64::from),
+            concurrent: config.user_limits.concurrent,
+            window_ms: config.user_limits.window.as_deref().copied().map(millis),
+        },
+    };
+    // With each key valid by itself, errors are left in these two fields and `batching`.
+    let key = |field: &str| {
+        let key = field.replace("batch_max", "max_batch");
+        key.replace("batch_min", "min_batch")
+    };
+    if let Err(Rejection::Invalid { field, expected }) = settings.validate()
+        && found.is_sound("admission")
+    {
+        found.refuse_value(&format!("admission.{}", key(&field)), &key(&expected));
+    }
+    settings
+}
+
+fn millis(span: Duration) -> u32 {
+    u32::try_from(span.as_millis()).unwrap_or(u32::MAX)
+}
+
+/// At most an hour; no engine takes as long for a token.
+fn micros(span: Duration) -> u32 {
+    let span = span.min(Duration::from_secs(3600));
+    u32::try_from(span.as_micros()).unwrap_or(u32::MAX)
 }

@@ -15,8 +15,8 @@ use state::policy::{POLICY_NAMES, PolicyTables, RoutingSettings};
 
 use super::admission::AdmissionConfig;
 use super::form::{
-    Address, ClusterName, EngineUrl, Form, Host, HostPort, Parsed, Size, Span, SpanRange,
-    TokenizerName,
+    Address, ClusterName, EngineUrl, Host, HostPort, Parsed, Size, Span, SpanRange, TokenizerName,
+    ms,
 };
 use super::traffic::{
     AdminConfig, CircuitConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig, RequestsConfig,
@@ -238,8 +238,4 @@ impl ListenConfig {
 
 fn loopback(port: u16) -> Parsed<Address> {
     Parsed(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
-}
-
-pub(super) fn ms<F: Form<Value = Duration>>(ms: u32) -> Parsed<F> {
-    Parsed(Duration::from_millis(ms.into()))
 }

@@ -420,6 +420,11 @@ fn is_log_filter(text: &str) -> bool {
     !text.trim().is_empty() && EnvFilter::builder().parse(text).is_ok()
 }
 
+/// A default in milliseconds.
+pub(super) fn ms<F: Form<Value = Duration>>(ms: u32) -> Parsed<F> {
+    Parsed(Duration::from_millis(ms.into()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -9,10 +9,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
 
-use super::file::ms;
 use super::form::{
     Form, HostName, Identity, LogFilter, Parsed, PlainName, Prefix, RoutedPath, Size, Span,
-    SpanOrZero, Status, UrlPath,
+    SpanOrZero, Status, UrlPath, ms,
 };
 
 /// `[admin]`.
