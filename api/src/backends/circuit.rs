@@ -349,11 +349,8 @@ impl CircuitBreaker {
         if failures < settings.failures || !is_share {
             return false;
         }
-        let mut users = self
-            .recent
-            .iter()
-            .filter(|it| it.is_failure)
-            .map(|it| it.user);
+        let failed = self.recent.iter().filter(|it| it.is_failure);
+        let mut users = failed.map(|it| it.user);
         match users.next() {
             Some(Some(first)) => users.any(|user| user != Some(first)) || self.is_alone(first),
             Some(None) | None => true,
@@ -362,9 +359,8 @@ impl CircuitBreaker {
 
     /// Whether only `user` has used the backend lately.
     fn is_alone(&self, user: UserKey) -> bool {
-        self.recent
-            .iter()
-            .all(|it| it.user.is_none_or(|other| other == user))
+        let is_theirs = |it: &AttemptRecord| it.user.is_none_or(|other| other == user);
+        self.recent.iter().all(is_theirs)
     }
 
     fn is_barred(&self, user: impl FnOnce() -> UserKey, now_us: u64) -> bool {
@@ -395,7 +391,7 @@ impl BreakerCell {
 
 impl fmt::Debug for HalfOpenProbe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Trial").field(&self.backend).finish()
+        f.debug_tuple("HalfOpenProbe").field(&self.backend).finish()
     }
 }
 
@@ -406,11 +402,8 @@ impl Drop for HalfOpenProbe {
         };
         let mut circuit = cell.lock();
         // After a result, or after waiting too long, this is no longer the current one.
-        if circuit.backend == Some(self.backend)
-            && circuit
-                .trial
-                .is_some_and(|(number, _)| number == self.number)
-        {
+        let is_current = circuit.trial.is_some_and(|(it, _)| it == self.number);
+        if circuit.backend == Some(self.backend) && is_current {
             circuit.trial = None;
             cell.pause(1);
         }
@@ -473,10 +466,7 @@ mod tests {
         assert_eq!(opening, Some(4), "half of the last twenty");
         let (circuits, now) = opened();
         assert!(!circuits.allows(backend(1), ada, now));
-        assert!(
-            !circuits.failed(backend(1), None, now),
-            "it is open already"
-        );
+        assert!(!circuits.failed(backend(1), None, now), "already open");
         assert_eq!(circuits.view(backend(1), now).pause_ms, 1000);
     }
 
