@@ -19,6 +19,8 @@ const FOLDERS: &[&str] = &[
 /// Pages about the code as it is; decisions and reports stay as they were written.
 const PAGES: &[&str] = &[
     "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "docs",
     "docs/guide",
     "docs/internals",
