@@ -246,7 +246,8 @@ fn route(c: &mut Criterion) {
     }
 }
 
-/// Everything of one request: dispatch with lease, overlay and charge, a first byte, usage, its end.
+/// Everything of one request: dispatch with lease, overlay and charge, a first byte, usage, its
+/// end.
 fn book(c: &mut Criterion) {
     let mut fleet = Fleet::new(8);
     let (_, identity) = fleet.prompt(512);

@@ -1,8 +1,8 @@
 //! The bugs that can be planted in the product, each under one name.
 //!
-//! A harness that finds nothing proves nothing until it is known to find what it should. `raft`, `api`
-//! and `node` list bugs at the places where people would make them (`raft::planted` and so on). Here
-//! one at a time is planted on this thread, for as long as a [`PlantedGuard`] lives.
+//! A harness that finds nothing proves nothing until it is known to find what it should. `raft`,
+//! `api` and `node` list bugs at the places where people would make them (`raft::planted` and so
+//! on). Here one at a time is planted on this thread, for as long as a [`PlantedGuard`] lives.
 //! docs/internals/testing.md says what catches them.
 
 use std::fmt;

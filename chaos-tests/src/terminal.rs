@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use comfy_table::{Table, presets::ASCII_MARKDOWN};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Runs a program to its end, or until it is told to stop. Dropping what runs takes processes, hosts
-/// and folders away.
+/// Runs a program to its end, or until it is told to stop. Dropping what runs takes processes,
+/// hosts and folders away.
 ///
 /// # Errors
 /// The program's; or there is no runtime.

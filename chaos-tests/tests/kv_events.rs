@@ -120,8 +120,8 @@ async fn start() -> anyhow::Result<ProcessCluster> {
     .await
 }
 
-/// Waits until what is believed is what the engines hold, and checks that the replicas agree and the
-/// engines have evicted; answers how many beliefs were compared.
+/// Waits until what is believed is what the engines hold, and checks that the replicas agree and
+/// the engines have evicted; answers how many beliefs were compared.
 async fn check_at_rest(
     cluster: &ProcessCluster,
     witness: usize,

@@ -1,8 +1,8 @@
 //! Every bug that can be planted is caught: in simulated clusters, and one in the log by itself.
 //!
-//! The table says which invariant catches a bug, and the seed that catches it soonest. When a change of
-//! the product or of the workload moves a bug to another seed, `seeds --bug NAME` finds one.
-//! docs/internals/testing.md says how many seeds of a hundred catch each.
+//! The table says which invariant catches a bug, and the seed that catches it soonest. When a
+//! change of the product or of the workload moves a bug to another seed, `seeds --bug NAME` finds
+//! one. docs/internals/testing.md says how many seeds of a hundred catch each.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -54,8 +54,8 @@ const IN_CLUSTERS: &[InCluster] = &[
 /// What no simulated cluster shows, and the log on sled by itself does: see `raft::truncated_log`.
 const IN_THE_LOG: PlantedBug = PlantedBug::Raft(raft::planted::Bug::TruncationNotKept);
 
-/// A bug, how it shows, what goes wrong meanwhile (all of it when empty), for how many seconds, and the
-/// seed from which on it is looked for.
+/// A bug, how it shows, what goes wrong meanwhile (all of it when empty), for how many seconds, and
+/// the seed from which on it is looked for.
 type InCluster = (&'static str, &'static str, &'static [Fault], u64, u64);
 
 const STOPPED: &[Fault] = &[
@@ -103,8 +103,8 @@ fn report(missed: &[String]) {
     assert!(missed.is_empty(), "{}", missed.join("\n"));
 }
 
-/// What is wrong with how a bug showed: it must, one way or another. Which way comes first may change with
-/// the workload, so that another one than the table's is no fault.
+/// What is wrong with how a bug showed: it must, one way or another. Which way comes first may
+/// change with the workload, so that another one than the table's is no fault.
 fn verdict(name: &str, how: &str, seen: Option<&str>) -> Option<String> {
     match seen {
         None => Some(format!("{name}: not caught, {how} was expected")),

@@ -1,5 +1,5 @@
-//! A few faults that need no root, one after the other on three replicas under load, each followed by
-//! every check. The others, and many of each, are done by the program `faults`.
+//! A few faults that need no root, one after the other on three replicas under load, each followed
+//! by every check. The others, and many of each, are done by the program `faults`.
 
 use chaos_tests::processes::faults::{FaultContext, FaultKind, cluster_options_for};
 use chaos_tests::processes::load::{LoadOptions, RunningLoad};

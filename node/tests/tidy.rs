@@ -25,7 +25,8 @@ const STATE_MAY_USE: &[&str] = &[
     "xxhash-rust",
 ];
 
-/// Our own crates: the name, the folder, and which others of them it may use. `node` alone sees all.
+/// Our own crates: the name, the folder, and which others of them it may use. `node` alone sees
+/// all.
 const OWN_CRATES: &[(&str, &str, &[&str])] = &[
     ("state", "state", &[]),
     ("raft", "raft", &[]),

@@ -18,7 +18,7 @@ use crate::files::{self, Files, Layout, damaged, io_error};
 use crate::locks::lock;
 use crate::wire::{self, proto};
 
-/// See the module.
+/// This replica's store id, and the cluster it is bound to.
 #[derive(Debug)]
 pub(crate) struct ReplicaIdentity {
     pub(crate) id: u64,

@@ -82,7 +82,7 @@ pub use replica::lies;
 pub use status::{Member, Role, Status};
 pub use storage::Storage;
 
-/// What a cluster is called that nobody named.
+/// Name of a cluster whose config does not name it.
 pub const DEFAULT_NAME: &str = "quorate";
 /// Longest name of a cluster, in bytes.
 pub const NAME_BYTES_MAX: usize = 64;

@@ -1,14 +1,14 @@
 //! `grants = "log"`: who goes next is decided by the log, for all replicas together.
 //!
-//! A request that waits is told to the log; so is room. The grant that comes back charges the request
-//! and lets it go before everything else that waits here, as soon as there is room. What was granted
-//! to a request that is gone is handed on, and its price is the user's credit. The protocol stands in
-//! [`state::grants`].
+//! A request that waits is told to the log; so is room. The grant that comes back charges the
+//! request and lets it go before everything else that waits here, as soon as there is room. What
+//! was granted to a request that is gone is handed on, and its price is the user's credit. The
+//! protocol stands in [`state::grants`].
 //!
 //! Who learns of room: the replica where a request ended asks for as many grants at once; room that
-//! stays unused for [`UNUSED_MAX`], because a peer's request ended or a backend was added, is asked for
-//! by every replica that has requests waiting. Grants beyond what there is room for wait at their
-//! replica.
+//! stays unused for [`UNUSED_MAX`], because a peer's request ended or a backend was added, is asked
+//! for by every replica that has requests waiting. Grants beyond what there is room for wait at
+//! their replica.
 
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};
@@ -78,8 +78,8 @@ impl Admission {
         }
     }
 
-    /// A request waits no more: the log is told, if it was told of it. Without a grant that was used,
-    /// one that comes is handed on.
+    /// A request waits no more: the log is told, if it was told of it. Without a grant that was
+    /// used, one that comes is handed on.
     pub(super) fn tell_over(&self, entry: &Waiter) {
         if entry.told.is_none() {
             return;

@@ -5,11 +5,11 @@
 //! (docs/internals/fairness.md). While nothing waits for any model, here or elsewhere, a request
 //! costs one atomic load here and goes on.
 //!
-//! One loop, [`Admission::run`], serves the queues: whenever a request ends here, a peer reports its
-//! load or its backlog, a request begins to wait, and every 20 ms while something waits, which finds
-//! what has no signal of its own (a limit that changed, a backend that came back, a peer
-//! that went silent). It decides *and dispatches* for whoever is next, so that the room is taken
-//! before the next one is looked at: one request goes per place that becomes free, none is woken for
+//! One loop, [`Admission::run`], serves the queues: whenever a request ends here, a peer reports
+//! its load or its backlog, a request begins to wait, and every 20 ms while something waits, which
+//! finds what has no signal of its own (a limit that changed, a backend that came back, a peer that
+//! went silent). It decides *and dispatches* for whoever is next, so that the room is taken before
+//! the next one is looked at: one request goes per place that becomes free, none is woken for
 //! nothing, and no signal can get lost between a decision and a dispatch.
 //!
 //! A request whose attempt was not run by its backend has had its turn. It does not queue again
@@ -97,8 +97,8 @@ impl ModelQueues {
         !self.by_model.is_empty() || self.gates.values().any(|gate| gate.users(now_ms) > 0)
     }
 
-    /// Takes out the lines nobody waits in any more, and keeps what they have learnt. Answers whether
-    /// there were any.
+    /// Takes out the lines nobody waits in any more, and keeps what they have learnt. Answers
+    /// whether there were any.
     fn forget_empty(&mut self) -> bool {
         let empty = self.by_model.extract_if(.., |_, line| line.is_empty());
         let mut is_any = false;
@@ -153,8 +153,8 @@ impl Admission {
     }
 
     /// Finds a backend for a request and dispatches it there, after a wait if there is no room.
-    /// `excluded` are backends that did not run it when they were tried: with any, it has waited its
-    /// turn before. Dropping the future takes the request out of the queue.
+    /// `excluded` are backends that did not run it when they were tried: with any, it has waited
+    /// its turn before. Dropping the future takes the request out of the queue.
     ///
     /// # Errors
     /// [`AdmissionRejection`].

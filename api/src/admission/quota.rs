@@ -11,7 +11,8 @@ use super::Admission;
 use crate::routing::UserName;
 
 impl Admission {
-    /// Looks at how far replicated time is: what passes from here on is added to it. To be called often.
+    /// Looks at how far replicated time is: what passes from here on is added to it. To be called
+    /// often.
     pub fn pass_time(&self) {
         self.log_time.present_ms(self.router.view().now_ms());
     }

@@ -16,8 +16,8 @@ use super::metrics::LeaveReason;
 use super::{Admission, ModelQueues};
 use crate::routing::{Decision, LargestRequest, RoutingRejection, pricing_of};
 
-/// How old the replicas' knowledge of each other's dispatches is at most, in the ordinary case: what
-/// one learns waits 20 ms for its flush, and then for its commit; reports go out every 20 ms.
+/// How old the replicas' knowledge of each other's dispatches is at most, in the ordinary case:
+/// what one learns waits 20 ms for its flush, and then for its commit; reports go out every 20 ms.
 const LAG_MS: u64 = 60;
 /// Time over which the rate of service is measured, and for which the largest request is remembered
 /// beyond its window.
@@ -53,8 +53,9 @@ struct RateWindow {
 }
 
 impl ServiceRate {
-    /// Takes in that `priced` tokens were charged here so far; answers the rate per second. At the end
-    /// of a window it keeps what `largest` answers, the largest request since it was last asked.
+    /// Takes in that `priced` tokens were charged here so far; answers the rate per second. At the
+    /// end of a window it keeps what `largest` answers, the largest request since it was last
+    /// asked.
     fn look(&mut self, priced: u64, largest: impl Fn() -> LargestRequest, now: Instant) -> u64 {
         let window = self.window.get_or_insert(RateWindow { since: now, priced });
         let age = now.saturating_duration_since(window.since);

@@ -41,7 +41,7 @@ pub(super) enum MsgpackValue<'a> {
     Array(u32),
     /// A map; this many keys follow, each with its value.
     Map(u32),
-    /// An extension.
+    /// An extension type; its data is skipped.
     Extension,
 }
 

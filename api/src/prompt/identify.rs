@@ -20,8 +20,8 @@ impl PromptReader {
     /// ids, by these. Text of a model with a tokenizer is tokenized by [`PromptReader::read`].
     ///
     /// With `character` text is cut into blocks of `block_size` bytes, and token ids into blocks of
-    /// a quarter as many. With a tokenizer a block is `block_size` ids, and four bytes stand for one
-    /// where there are no ids.
+    /// a quarter as many. With a tokenizer a block is `block_size` ids, and four bytes stand for
+    /// one where there are no ids.
     #[must_use]
     pub fn identify(&self, parsed: &ParsedBody) -> PromptIdentity {
         let cut = self.cut_of(&parsed.model);

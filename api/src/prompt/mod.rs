@@ -1,7 +1,7 @@
 //! Parses request bodies into what routing needs: model, stream flag, user and the prompt's blocks.
 //!
-//! [`PromptReader`] does all of it for one request. [`parse`] alone reads a body; how a prompt is cut
-//! into blocks follows from the settings of its model.
+//! [`PromptReader`] does all of it for one request. [`parse`] alone reads a body; how a prompt is
+//! cut into blocks follows from the settings of its model.
 //!
 //! The body is read, never rewritten; engines get the client's bytes. It is read in one pass
 //! without a document tree: strings that are not needed are skipped, the prompt is flattened as it
@@ -231,7 +231,8 @@ pub struct ChainTail {
     pub reply: ReplyShape,
     /// Tokens of one block, estimated where blocks are of bytes.
     pub tokens_per_block: u32,
-    /// How an answer's tokens continue the prompt's; `None`: in no known way, or blocks are of bytes.
+    /// How an answer's tokens continue the prompt's; `None`: in no known way, or blocks are of
+    /// bytes.
     pub seam: Option<ReplyBoundary>,
     /// Whether the text measured is all that the engine counts.
     pub is_partial: bool,

@@ -93,8 +93,8 @@ impl TokenRatios {
         by_model.unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// The ratio of `model`. `is_served` says whether the name is worth remembering: clients may ask for
-    /// any.
+    /// The ratio of `model`. `is_served` says whether the name is worth remembering: clients may
+    /// ask for any.
     pub(super) fn of(&self, model: &str, is_served: impl FnOnce() -> bool) -> TokenRatio {
         let known = self.by_model.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(ratio) = known.get(model) {

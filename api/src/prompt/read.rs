@@ -2,8 +2,8 @@
 //!
 //! A visitor takes the known fields of the top-level object as they come. Strictness follows one
 //! rule: what prefix identity and charging rest on must have the right type, everything else is the
-//! engine's to judge, see [`super::lax`]. Nesting cannot exhaust the stack: values that are skipped are skipped iteratively, the
-//! rest is bounded by `serde_json`'s recursion limit.
+//! engine's to judge, see [`super::lax`]. Nesting cannot exhaust the stack: values that are skipped
+//! are skipped iteratively, the rest is bounded by `serde_json`'s recursion limit.
 
 use std::borrow::Cow;
 use std::cell::Cell;

@@ -6,7 +6,8 @@
 //! there are cores. Engines that tokenize are asked over connections of their own. If anything goes
 //! wrong, the prompt is identified by its characters.
 //!
-//! [`PromptReader`] depends on the config and the registry only: it sees no load and decides nothing.
+//! [`PromptReader`] depends on the config and the registry only: it sees no load and decides
+//! nothing.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -209,8 +210,8 @@ impl PromptReader {
         Ok(ParsedRequest { parsed, identity })
     }
 
-    /// Identifies the prompt of a request that was parsed from `body` by its tokens, where its model has
-    /// a tokenizer.
+    /// Identifies the prompt of a request that was parsed from `body` by its tokens, where its
+    /// model has a tokenizer.
     ///
     /// # Errors
     /// [`ReadError`].

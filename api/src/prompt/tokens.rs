@@ -5,8 +5,8 @@
 //! that was tokenized here and a block that an engine reports meet in the same hashes, whichever
 //! tokenizer made the ids. Blocks of text have the word `character` there and never meet them.
 //!
-//! An adapter is named by the model: engines serve a LoRA adapter as a model of its own name, so the
-//! scope's own adapter stays empty.
+//! An adapter is named by the model: engines serve a LoRA adapter as a model of its own name, so
+//! the scope's own adapter stays empty.
 
 use state::ids::BlockHash;
 use state::prefix::{self, BlockHasher, ChainRoot, Scope};

@@ -1,10 +1,11 @@
 //! Reading ahead of a client that takes its answer slowly.
 //!
-//! While nothing can be written to the client, pieces of the answer are kept here, up to a bound, so
-//! that the end of the engine's answer is seen when it comes: the request gives its place back and is
-//! charged then, and only bytes wait. When the bound is reached the engine is not read any further; how
-//! long a client may hold an engine's place that way is bounded over the whole answer. How long the
-//! bytes of an engine that is done may wait follows from their number ([`LEAST_BYTES_PER_S`]).
+//! While nothing can be written to the client, pieces of the answer are kept here, up to a bound,
+//! so that the end of the engine's answer is seen when it comes: the request gives its place back
+//! and is charged then, and only bytes wait. When the bound is reached the engine is not read any
+//! further; how long a client may hold an engine's place that way is bounded over the whole answer.
+//! How long the bytes of an engine that is done may wait follows from their number
+//! ([`LEAST_BYTES_PER_S`]).
 
 use std::collections::VecDeque;
 use std::future::Future;

@@ -1,9 +1,9 @@
 //! One attempt: sends a request to the backend that was chosen for it and waits until the answer
 //! begins.
 //!
-//! What comes of it is sorted into outcomes ([`Outcome`], [`AttemptFailure`]). An outcome alone says
-//! what the backend's circuit learns, how the attempt is charged, and whether another backend may be
-//! tried: only when this one surely did not run the request.
+//! What comes of it is sorted into outcomes ([`Outcome`], [`AttemptFailure`]). An outcome alone
+//! says what the backend's circuit learns, how the attempt is charged, and whether another backend
+//! may be tried: only when this one surely did not run the request.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -343,8 +343,8 @@ async fn send(
     endpoint.send(&build).await
 }
 
-/// Reads a refusal, so that it can be passed on if no other backend is tried. `None`: it is too long,
-/// or does not come in time.
+/// Reads a refusal, so that it can be passed on if no other backend is tried. `None`: it is too
+/// long, or does not come in time.
 async fn read_refusal(response: Response<EngineBody>) -> Option<Response<Bytes>> {
     let (mut head, body) = response.into_parts();
     let bytes_max = usize::try_from(ERROR_BYTES_MAX).unwrap_or(usize::MAX);

@@ -7,8 +7,8 @@
 //! | `x-stainless-timeout`, `x-stainless-read-timeout` | seconds | OpenAI's and Anthropic's SDKs |
 //! | `grpc-timeout` | digits and one of `H M S m u n` | gRPC gateways |
 //!
-//! The least counts. What cannot be read and what is 0 counts nothing: these are others' headers, and
-//! 0 is how some spell "no timeout".
+//! The least counts. What cannot be read and what is 0 counts nothing: these are others' headers,
+//! and 0 is how some spell "no timeout".
 
 use std::time::Duration;
 
@@ -35,7 +35,8 @@ pub(super) fn told(headers: &HeaderMap) -> Option<Duration> {
 }
 
 /// Longest wait that leaves time for an answer that takes `service` on the average. Of a stream the
-/// client has the beginning at once. A wait of a quarter is always of use: the answer may be shorter.
+/// client has the beginning at once. A wait of a quarter is always of use: the answer may be
+/// shorter.
 pub(super) fn wait_max(deadline: Duration, service: Duration, is_stream: bool) -> Duration {
     if is_stream {
         deadline

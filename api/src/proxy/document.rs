@@ -1,8 +1,9 @@
 //! An answer that is one JSON document, as it passes.
 //!
 //! Its last bytes are kept and read at its end. Engines write what may be long behind `usage` too
-//! (`prompt_logprobs`), so bytes that leave the kept part are scanned for the top-level `usage` member.
-//! Memory is bounded by [`TAIL_BYTES_MAX`] and one frame; only answers longer than that are scanned.
+//! (`prompt_logprobs`), so bytes that leave the kept part are scanned for the top-level `usage`
+//! member. Memory is bounded by [`TAIL_BYTES_MAX`] and one frame; only answers longer than that are
+//! scanned.
 
 use std::collections::VecDeque;
 

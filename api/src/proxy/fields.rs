@@ -1,9 +1,9 @@
 //! Body fields and headers by which a client would command an engine rather than ask it.
 //!
-//! Engines take more than prompts: who goes first in their queue, from which other engine they fetch
-//! cached blocks, which data-parallel rank computes, which code runs over the logits. Behind a router
-//! that is not for clients to say. What is refused gets a 400 that names it; what is stripped is
-//! taken out of the body, and the rest keeps its bytes.
+//! Engines take more than prompts: who goes first in their queue, from which other engine they
+//! fetch cached blocks, which data-parallel rank computes, which code runs over the logits. Behind
+//! a router that is not for clients to say. What is refused gets a 400 that names it; what is
+//! stripped is taken out of the body, and the rest keeps its bytes.
 
 use bytes::Bytes;
 use http::HeaderName;

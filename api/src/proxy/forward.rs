@@ -1,9 +1,10 @@
-//! Forwards a parsed request: admits it, tries one backend after another as long as that is safe, and
-//! relays the answer. Queueing is [`crate::admission`]'s part; `attempt.rs` makes a single attempt.
+//! Forwards a parsed request: admits it, tries one backend after another as long as that is safe,
+//! and relays the answer. Queueing is [`crate::admission`]'s part; `attempt.rs` makes a single
+//! attempt.
 //!
 //! A request goes to another backend only when the one before did not run it: no connection, or an
-//! answer whose status says so. After a connection broke over a sent request it is not tried elsewhere,
-//! because the engine may have computed on it, or have died of it.
+//! answer whose status says so. After a connection broke over a sent request it is not tried
+//! elsewhere, because the engine may have computed on it, or have died of it.
 
 use std::sync::{Arc, Mutex};
 
@@ -105,7 +106,8 @@ pub(super) async fn forward(
     }
 }
 
-/// What an answer leaves unseen until its end, were it not a stream; `None`: nothing is made for it.
+/// What an answer leaves unseen until its end, were it not a stream; `None`: nothing is made for
+/// it.
 fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
     (parsed.reply != ReplyShape::None).then_some(HiddenOutput {
         choices: parsed.choices,

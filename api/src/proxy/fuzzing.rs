@@ -75,8 +75,8 @@ fn comparable(parsed: ParsedBody) -> ParsedBody {
     }
 }
 
-/// An engine's stream: what of usage is wanted (1 byte), the length of frames (1 byte), the stream. How
-/// it is cut into frames changes nothing, and to who wants everything every byte goes on.
+/// An engine's stream: what of usage is wanted (1 byte), the length of frames (1 byte), the stream.
+/// How it is cut into frames changes nothing, and to who wants everything every byte goes on.
 pub fn answer_events(bytes: &[u8]) {
     let Some(([flags, frame_bytes], stream)) = bytes.split_first_chunk() else {
         return;
@@ -128,8 +128,8 @@ fn relayed(wanted: WantedUsage, stream: &[u8], frame_bytes: usize) -> Relayed {
     relayed
 }
 
-/// An engine's answer, and what is kept of one whose beginning is gone. Without its usage a JSON object
-/// is still one.
+/// An engine's answer, and what is kept of one whose beginning is gone. Without its usage a JSON
+/// object is still one.
 pub fn answer_document(bytes: &[u8]) {
     let findings = inspect(bytes);
     let is_json = serde_json::from_slice::<IgnoredAny>(bytes).is_ok();

@@ -1,8 +1,8 @@
 //! Filters headers on their way to the engine and back to the client. Quorate's own are added
 //! elsewhere (`expose.rs`).
 //!
-//! Hop-by-hop fields (RFC 9110, section 7.6.1) and those that `connection` names are removed in both
-//! directions.
+//! Hop-by-hop fields (RFC 9110, section 7.6.1) and those that `connection` names are removed in
+//! both directions.
 
 use bytes::Bytes;
 use http::header::{

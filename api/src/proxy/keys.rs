@@ -1,8 +1,8 @@
 //! The keys that clients are served with.
 //!
-//! Kept as SHA-256 under a salt of this run, so that memory, core dumps and mistakes in logging hold
-//! no key. A key is looked up by that hash: what a comparison takes tells of a salted hash only. All
-//! keys can be replaced at once while requests are served.
+//! Kept as SHA-256 under a salt of this run, so that memory, core dumps and mistakes in logging
+//! hold no key. A key is looked up by that hash: what a comparison takes tells of a salted hash
+//! only. All keys can be replaced at once while requests are served.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -102,8 +102,8 @@ impl fmt::Debug for ApiKeys {
     }
 }
 
-/// The name of a user known only by a key. A hash that nobody outside the cluster can compute, so that
-/// a weak key cannot be guessed from the name.
+/// The name of a user known only by a key. A hash that nobody outside the cluster can compute, so
+/// that a weak key cannot be guessed from the name.
 #[must_use]
 pub fn key_user_name(hashing: &BlockHasher, key: &[u8]) -> String {
     let hash = match &hashing.secret {

@@ -1,5 +1,5 @@
-//! Metrics of the data plane, and the [`RequestMetricsGuard`] that counts every request exactly once, even if
-//! its future is dropped.
+//! Metrics of the data plane, and the [`RequestMetricsGuard`] that counts every request exactly
+//! once, even if its future is dropped.
 
 use std::sync::Arc;
 use std::time::Duration;

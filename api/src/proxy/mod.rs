@@ -7,8 +7,8 @@
 //! future and then the body that hyper drops when the client's connection ends, whether that is
 //! during prefill or in mid-stream.
 //!
-//! So does one that stays and stops reading, after [`ProxyTimeouts::untaken`]. Until then its answer is read
-//! ahead, so that the engine's place is free when the engine is done.
+//! So does one that stays and stops reading, after [`ProxyTimeouts::untaken`]. Until then its
+//! answer is read ahead, so that the engine's place is free when the engine is done.
 //!
 //! A client that shuts down only its sending side counts as gone: engines' time is too dear to be
 //! spent on an answer that may have no reader, and no common HTTP client does this. The same goes
@@ -16,8 +16,8 @@
 //! has been written.
 //!
 //! `x-quorate-policy` chooses the policy where the config allows it, `x-quorate-session` (or what
-//! the policy's settings name) the backend under `session`, `x-quorate-priority` who goes first among
-//! requests that wait for a backend; all are passed on.
+//! the policy's settings name) the backend under `session`, `x-quorate-priority` who goes first
+//! among requests that wait for a backend; all are passed on.
 
 mod addresses;
 mod ahead;

@@ -2,10 +2,11 @@
 //! an engine's request.
 //!
 //! hyper asks for the next piece of a body only when there is room for it, so an answer cannot time
-//! its own reader. Over HTTP/1.1 the socket tells: [`WriteTimeoutSocket`] fails a write that has waited for too
-//! long. An h2 stream can stand still while its connection lives: there a task of its own asks for
-//! the pieces and hands them over one by one ([`hand_over`]). While a client takes nothing, both have its
-//! answer read ahead ([`super::ahead`]), each in the task that is there anyway.
+//! its own reader. Over HTTP/1.1 the socket tells: [`WriteTimeoutSocket`] fails a write that has
+//! waited for too long. An h2 stream can stand still while its connection lives: there a task of
+//! its own asks for the pieces and hands them over one by one ([`hand_over`]). While a client takes
+//! nothing, both have its answer read ahead ([`super::ahead`]), each in the task that is there
+//! anyway.
 
 use std::future::{Future, poll_fn};
 use std::io;

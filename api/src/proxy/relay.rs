@@ -1,5 +1,6 @@
-//! An engine's answer on its way to the client. Frames pass as they arrive, at the pace of the client;
-//! the usage and the text in them go to the accounting, which is closed however the answer ends.
+//! An engine's answer on its way to the client. Frames pass as they arrive, at the pace of the
+//! client; the usage and the text in them go to the accounting, which is closed however the answer
+//! ends.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -33,7 +34,8 @@ pub(super) enum BodyKind {
     /// Server-sent events.
     Events {
         events: SseStream,
-        /// Whether the end of the body shows that it is the end, see [`ResponseBodyError::Unfinished`].
+        /// Whether the end of the body shows that it is the end, see
+        /// [`ResponseBodyError::Unfinished`].
         has_clear_end: bool,
         /// Whether events of this endpoint are named.
         is_named: bool,
@@ -215,7 +217,8 @@ impl ResponseBody {
         }
     }
 
-    /// Reads the engine's answer while its client takes nothing. Ready when the client is to be given up.
+    /// Reads the engine's answer while its client takes nothing. Ready when the client is to be
+    /// given up.
     pub(super) fn read_ahead(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         while !self.is_over {
             if !self.ahead.has_room() {

@@ -271,9 +271,9 @@ pub(super) struct Client<'a> {
 
 /// The name of the user whom the request's tokens are charged to.
 ///
-/// A bare name is one that somebody vouched for: the keys file, or a proxy that is trusted. What others
-/// say of themselves stands behind `header:` or `body:`, so that nobody takes another's name, and counts
-/// only where no keys are checked.
+/// A bare name is one that somebody vouched for: the keys file, or a proxy that is trusted. What
+/// others say of themselves stands behind `header:` or `body:`, so that nobody takes another's
+/// name, and counts only where no keys are checked.
 pub(super) fn identify<'a>(
     settings: &ProxySettings,
     hashing: impl Fn() -> BlockHasher,

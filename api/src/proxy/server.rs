@@ -347,7 +347,8 @@ impl ConnectionContext {
     }
 }
 
-/// Answers the requests of one connection.
+/// Returns the service for one connection, which passes requests to the proxy and, during shutdown,
+/// tells HTTP/1.1 clients to close.
 fn service(
     proxy: &Arc<Proxy>,
     seated: ConnectionGuard,

@@ -27,11 +27,11 @@ pub struct ProxySettings {
     pub timeouts: ProxyTimeouts,
     /// Where the user's name is looked for, in this order; nobody found is `anonymous`.
     pub identify_by: Vec<IdentifyBy>,
-    /// Addresses that speak for many clients, such as load balancers: what they say of users is believed,
-    /// and limits per client address do not hold for them.
+    /// Addresses that speak for many clients, such as load balancers: what they say of users is
+    /// believed, and limits per client address do not hold for them.
     pub trusted_proxies: Vec<IpPrefix>,
-    /// The only keys that are served; they stay here. `None`: keys are not checked, and go on to the
-    /// engine, which may check them.
+    /// The only keys that are served; they stay here. `None`: keys are not checked, and go on to
+    /// the engine, which may check them.
     pub api_keys: Option<ApiKeys>,
     /// Fields of bodies that are refused or stripped.
     pub fields: FieldRules,
@@ -65,8 +65,8 @@ pub struct ProxyLimits {
     /// Most bytes of request bodies held at once, from their first byte to the head of the answer:
     /// 503 beyond. A body takes up to three times its length meanwhile.
     pub held_bytes_max: u64,
-    /// How much of an answer is read ahead of a client that does not take it, in bytes; counts among
-    /// the bytes held.
+    /// How much of an answer is read ahead of a client that does not take it, in bytes; counts
+    /// among the bytes held.
     pub read_ahead_bytes_max: u64,
     /// Longest request head, in bytes: 431 beyond. At least 8192.
     pub head_bytes_max: usize,
@@ -138,8 +138,9 @@ pub struct ProxyTimeouts {
     /// How long a client may keep an engine waiting with its answer, over the whole answer: then it
     /// counts as gone.
     pub held_back: Duration,
-    /// Between keep-alive probes to clients, TCP and h2: one that vanished without a word is noticed
-    /// after about ten of them (h2: after one). For engines see [`PoolSettings::keep_alive`].
+    /// Between keep-alive probes to clients, TCP and h2: one that vanished without a word is
+    /// noticed after about ten of them (h2: after one). For engines see
+    /// [`PoolSettings::keep_alive`].
     pub keep_alive: Duration,
 }
 

@@ -1,10 +1,10 @@
 //! Requests that engines break of: one whose connection broke twice is refused for a while.
 //!
 //! A request that kills its engine is tried again by its client, on the next engine. What broke a
-//! connection is remembered here, by a keyed hash of the request whoever sent it. It is refused when
-//! it breaks another one that it was sent over *after* that was known: of the requests that one dying
-//! engine takes with it, each counts once. Local to a replica: a request can break two engines per
-//! replica that it is sent to.
+//! connection is remembered here, by a keyed hash of the request whoever sent it. It is refused
+//! when it breaks another one that it was sent over *after* that was known: of the requests that
+//! one dying engine takes with it, each counts once. Local to a replica: a request can break two
+//! engines per replica that it is sent to.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

@@ -1,14 +1,15 @@
 //! One dispatch: what it holds from its start, and what it owes at its end.
 //!
 //! Who pays what: a dispatch is charged ahead for its prompt as estimated, under `vtc-pred` for its
-//! predicted output too, so that it counts at once for the order of those who wait. Prompt tokens are
-//! settled once the engine has told how many of them it had cached, at the latest at the end; output
-//! tokens as they are reported, in steps of [`OUTPUT_STEP_TOKENS`], so that a client that hangs up has
-//! paid for what was made. Counters never fall: what was charged ahead and not used is the user's
-//! credit ([`state::admission::CreditLedger`]). What no report covers when the attempt ends, all of it or
-//! what was made since the last report, is estimated from its bytes then, of an answer that does not show
-//! until its end from the time it took ([`HiddenOutput`]), and the believed prefix counts as cached. An attempt
-//! that never ran costs nothing; one that failed may have run, and costs its prompt and that estimate.
+//! predicted output too, so that it counts at once for the order of those who wait. Prompt tokens
+//! are settled once the engine has told how many of them it had cached, at the latest at the end;
+//! output tokens as they are reported, in steps of [`OUTPUT_STEP_TOKENS`], so that a client that
+//! hangs up has paid for what was made. Counters never fall: what was charged ahead and not used is
+//! the user's credit ([`state::admission::CreditLedger`]). What no report covers when the attempt
+//! ends, all of it or what was made since the last report, is estimated from its bytes then, of an
+//! answer that does not show until its end from the time it took ([`HiddenOutput`]), and the
+//! believed prefix counts as cached. An attempt that never ran costs nothing; one that failed may
+//! have run, and costs its prompt and that estimate.
 
 use std::sync::Arc;
 
@@ -265,8 +266,8 @@ impl Attempt {
         }
     }
 
-    /// Output text as it streams, so that blocks it completes can be recorded. Bounded inside. Comes
-    /// before the report that covers it.
+    /// Output text as it streams, so that blocks it completes can be recorded. Bounded inside.
+    /// Comes before the report that covers it.
     pub fn output(&mut self, text: &str) {
         let Some(open) = &mut self.open else { return };
         open.unreported_bytes = open.unreported_bytes.saturating_add(text.len());
@@ -451,8 +452,8 @@ impl OpenAttempt {
         usage
     }
 
-    /// Output that was made and did not show, by the time it took. Where an engine failed it may have
-    /// stood still all the while: no more is charged than such answers usually have.
+    /// Output that was made and did not show, by the time it took. Where an engine failed it may
+    /// have stood still all the while: no more is charged than such answers usually have.
     fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd) -> u64 {
         let Some(hidden) = self.hidden else { return 0 };
         let made_by = self.began.filter(|_| hidden.is_whole_at_once);

@@ -1,9 +1,9 @@
 //! The decision: filter, match, weigh, choose. The hot path of the whole product.
 //!
-//! A [`Decider`] reads the published state, the load and the overlay, and changes none of them: whoever
-//! holds only a decider cannot dispatch, charge or tell the log anything (I69). What it does change
-//! stays on this replica: round-robin's turn, its metrics, and the trial of a half-open circuit, which
-//! the [`Decision`] holds.
+//! A [`Decider`] reads the published state, the load and the overlay, and changes none of them:
+//! whoever holds only a decider cannot dispatch, charge or tell the log anything (I69). What it
+//! does change stays on this replica: round-robin's turn, its metrics, and the trial of a half-open
+//! circuit, which the [`Decision`] holds.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

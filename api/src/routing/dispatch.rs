@@ -1,8 +1,8 @@
 //! Dispatching and accounting: everything that routing writes.
 //!
-//! A [`Dispatcher`] counts requests in the load table, tells the outbox of leases and charges, and sums
-//! up what attempts show of backends and output lengths. What one dispatch holds until its end is an
-//! [`Attempt`](super::Attempt).
+//! A [`Dispatcher`] counts requests in the load table, tells the outbox of leases and charges, and
+//! sums up what attempts show of backends and output lengths. What one dispatch holds until its end
+//! is an [`Attempt`](super::Attempt).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -46,8 +46,8 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    /// A request of this user waits from here on, until [`Dispatcher::end_wait`]: a user who waits is
-    /// not idle. Returns whom the request is charged to.
+    /// A request of this user waits from here on, until [`Dispatcher::end_wait`]: a user who waits
+    /// is not idle. Returns whom the request is charged to.
     #[must_use]
     pub fn begin_wait(&self, user: &UserName) -> UserKey {
         let registry = self.view.registry();

@@ -120,8 +120,8 @@ pub struct ExplainedBackend {
 }
 
 impl Decider {
-    /// What [`Decider::decide`] would answer now, and why, with the outbox as it is. Changes nothing and
-    /// counts nothing.
+    /// What [`Decider::decide`] would answer now, and why, with the outbox as it is. Changes
+    /// nothing and counts nothing.
     pub(super) fn explain(&self, ask: &RoutingRequest<'_>, outbox: OutboxStatus) -> Explanation {
         let fleet = self.fleet.table();
         let index = self.view.applied();

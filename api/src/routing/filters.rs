@@ -2,8 +2,8 @@
 //!
 //! A backend is out at the first filter that it does not pass: it serves other models, was tried,
 //! does not answer, drains, fails at its work (its circuit is open), has not loaded the adapter
-//! that others have, lacks a label, is too small, or has as many requests as it may. `explain` shows
-//! each one's verdict, the metrics count them.
+//! that others have, lacks a label, is too small, or has as many requests as it may. `explain`
+//! shows each one's verdict, the metrics count them.
 
 use state::Backend;
 use state::ids::BackendRef;
@@ -102,8 +102,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.keep_large_enough()
     }
 
-    /// Whether enough backends may be out by their probes alone that these are to be doubted: no more
-    /// than a look at what was counted.
+    /// Whether enough backends may be out by their probes alone that these are to be doubted: no
+    /// more than a look at what was counted.
     fn may_panic(&self) -> bool {
         let out = |verdict| self.scratch.tally.count(verdict) as usize;
         let healthy = self.passed + out(FilterVerdict::CircuitOpen);

@@ -5,9 +5,9 @@
 //! old does worse than one that knows its own only). So a peer's report counts until
 //! [`EXPIRY`] after it came, and counts as nothing then.
 //!
-//! What runs here is counted in one [`BackendLoad`] per life of a backend. Whoever counted something in
-//! holds that gauge and counts it out there, so a slot that changes hands in between starts at
-//! zero, and the old life's numbers still end at zero.
+//! What runs here is counted in one [`BackendLoad`] per life of a backend. Whoever counted
+//! something in holds that gauge and counts it out there, so a slot that changes hands in between
+//! starts at zero, and the old life's numbers still end at zero.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};

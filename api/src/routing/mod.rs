@@ -3,10 +3,10 @@
 //! A [`Router`] puts together what one replica routes with:
 //!
 //! - the [`PromptReader`] turns a request's body into block hashes (in [`crate::prompt`]);
-//! - the [`Decider`] matches them against the applied ownership and the overlay, adds the load and lets
-//!   the policy choose. It reads local memory only, waits for no writer, and writes nothing;
-//! - the [`Dispatcher`] makes a decision known (load, overlay, outbox) and returns an [`Attempt`], which
-//!   accounts for the request until it ends;
+//! - the [`Decider`] matches them against the applied ownership and the overlay, adds the load and
+//!   lets the policy choose. It reads local memory only, waits for no writer, and writes nothing;
+//! - the [`Dispatcher`] makes a decision known (load, overlay, outbox) and returns an [`Attempt`],
+//!   which accounts for the request until it ends;
 //! - the [`SharedOutbox`] with its [`Overlay`] holds what the log does not know yet;
 //!   [`Router::run_outbox`] carries it there;
 //! - the [`LoadTable`] knows what runs where, here and at the peers.

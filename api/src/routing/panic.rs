@@ -1,5 +1,5 @@
-//! Which models were last seen in panic mode, for the log and the metrics. What panic mode is and who is
-//! in it, [`crate::backends`] knows.
+//! Which models were last seen in panic mode, for the log and the metrics. What panic mode is and
+//! who is in it, [`crate::backends`] knows.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

@@ -16,8 +16,8 @@ pub const POLICY: HeaderName = HeaderName::from_static("x-quorate-policy");
 /// What one request asks of routing. The default asks nothing.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct RoutingPreferences {
-    /// The policy in place of the live one. Where the live one has the same name it decides, with its
-    /// own settings.
+    /// The policy in place of the live one. Where the live one has the same name it decides, with
+    /// its own settings.
     pub policy: Option<Arc<PolicyConfig>>,
     /// Labels its backend must have, beside those of its model.
     pub labels: Labels,

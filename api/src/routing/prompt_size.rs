@@ -11,8 +11,8 @@ pub(super) struct PromptSize {
     pub(super) tokens: u64,
     /// Of these, believed cached.
     pub(super) predicted: u64,
-    /// Whether these are charged as cached where the engine does not tell: not where blocks that hash
-    /// alike can be written down.
+    /// Whether these are charged as cached where the engine does not tell: not where blocks that
+    /// hash alike can be written down.
     pub(super) is_believed: bool,
     /// Of one block.
     pub(super) block_tokens: u32,

@@ -170,8 +170,8 @@ async fn usage_before_a_long_tail_is_paid() {
     assert_eq!((charge.input_uncached, charge.output), (20_000, 4_000));
 }
 
-/// What a client pays that leaves an answer of which it saw nothing, when the engine has had time for
-/// all of it.
+/// What a client pays that leaves an answer of which it saw nothing, when the engine has had time
+/// for all of it.
 async fn left_unseen(fields: &str, steps: Vec<Step>) -> Charge {
     let engine = Engine::always(steps).await;
     let fleet = Fleet::start(&[&engine]).await;

@@ -1,4 +1,5 @@
-//! A replica without a free descriptor: its clients are told so, and its engines have no part in it.
+//! A replica without a free descriptor: its clients are told so, and its engines have no part in
+//! it.
 
 use std::process::Command;
 

@@ -1,6 +1,6 @@
 //! Runs bodies over seeded mutations for longer than the tests do, with any toolchain:
-//! `cargo run --release --example sweep -- MUTATIONS SEED [TARGET...]`. Tells the first input of each
-//! target that breaks it, and the most memory that a run held.
+//! `cargo run --release --example sweep -- MUTATIONS SEED [TARGET...]`. Tells the first input of
+//! each target that breaks it, and the most memory that a run held.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;

@@ -1,5 +1,6 @@
-//! One body under libFuzzer: which one, the name says that the binary is run by. The bodies are compiled
-//! in here, so that what is fuzzed is the product as it ships, without the bugs that tests plant.
+//! One body under libFuzzer: which one, the name says that the binary is run by. The bodies are
+//! compiled in here, so that what is fuzzed is the product as it ships, without the bugs that tests
+//! plant.
 
 #![no_main]
 

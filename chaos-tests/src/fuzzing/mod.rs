@@ -1,10 +1,11 @@
-//! Fuzz targets: every reader of foreign bytes, as a function that must not panic, hang or hold more
-//! memory than its bound, whatever bytes it is given.
+//! Fuzz targets: every reader of foreign bytes, as a function that must not panic, hang or hold
+//! more memory than its bound, whatever bytes it is given.
 //!
 //! A [`FuzzTarget`] is such a function with its seeds, which are real encodings. The functions live
-//! next to the readers: in `api`, `raft`, `lab` and `node` behind the feature `fuzzing`, and here where
-//! the reader is public. `chaos-tests/tests/fuzzing.rs` runs all of them over seeded mutations
-//! ([`mutate`]), `chaos-tests/fuzz` runs them under libFuzzer (docs/internals/testing.md).
+//! next to the readers: in `api`, `raft`, `lab` and `node` behind the feature `fuzzing`, and here
+//! where the reader is public. `chaos-tests/tests/fuzzing.rs` runs all of them over seeded
+//! mutations ([`mutate`]), `chaos-tests/fuzz` runs them under libFuzzer
+//! (docs/internals/testing.md).
 
 mod backup;
 #[path = "../../../state/tests/common/mod.rs"]

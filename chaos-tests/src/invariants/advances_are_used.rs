@@ -1,9 +1,9 @@
 //! Advance charges are used up: a replica's unsettled advances of a user never exceed the price of
 //! that user's concurrent prompts there.
 //!
-//! So much is what is held against requests under way, plus what is left of earlier ones: a dispatch uses
-//! that up before it charges anything ahead. Of admission that charges by predictions or through the log
-//! nothing is said.
+//! So much is what is held against requests under way, plus what is left of earlier ones: a
+//! dispatch uses that up before it charges anything ahead. Of admission that charges by predictions
+//! or through the log nothing is said.
 
 use std::collections::BTreeMap;
 

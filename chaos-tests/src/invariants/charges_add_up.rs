@@ -1,7 +1,8 @@
 //! Users' totals are what their requests used: everything a replica handed to the log while it
 //! lived, never more, and nothing twice.
 //!
-//! This is told from the clients' side: by the usage that engines reported, without a look at the log.
+//! This is told from the clients' side: by the usage that engines reported, without a look at the
+//! log.
 
 use std::collections::BTreeMap;
 
@@ -18,8 +19,8 @@ pub const NUMBER: &str = "I38";
 /// As a statement.
 pub const NAME: &str = "users are charged what their requests used, once";
 
-/// Compares the sums of all users: at any time with the most that can have been used, at rest with the
-/// least, too.
+/// Compares the sums of all users: at any time with the most that can have been used, at rest with
+/// the least, too.
 ///
 /// # Errors
 /// When somebody was charged too much, or too little.

@@ -47,8 +47,8 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
     Ok(subjects)
 }
 
-/// What the engine held, all ranks together, when it had published what is applied; `None`: the world does
-/// not know.
+/// What the engine held, all ranks together, when it had published what is applied; `None`: the
+/// world does not know.
 fn held(seen: &Observation, kv: &KvImage) -> Option<BTreeSet<BlockHash>> {
     let mut held = BTreeSet::new();
     for position in &kv.positions {

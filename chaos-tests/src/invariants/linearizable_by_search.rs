@@ -1,5 +1,5 @@
-//! The same property as [`super::linearizable`], judged without the log: an established checker looks for
-//! an order that explains what clients were told, key by key.
+//! The same property as [`super::linearizable`], judged without the log: an established checker
+//! looks for an order that explains what clients were told, key by key.
 
 use super::{PropertyError, Subjects};
 use crate::oracle::RunRecord;
@@ -30,8 +30,8 @@ pub fn examine(record: &RunRecord) -> Result<SearchCounts, PropertyError> {
     told.map_err(|detail| super::violation(NUMBER, NAME, detail))
 }
 
-/// What a key held before anybody asked for it: what a cluster begins with nobody is asked for, so that it
-/// is taken from the log.
+/// What a key held before anybody asked for it: what a cluster begins with nobody is asked for, so
+/// that it is taken from the log.
 fn before(record: &RunRecord, key: &RegisterKey) -> RegisterText {
     let is_its = |operation: &&Operation| match &operation.action {
         Action::Read(its) => its == key,

@@ -1,7 +1,7 @@
 //! The invariants of a run, one per file, numbered as in docs/ARCHITECTURE.md.
 //!
-//! Each is a function over a [`RunRecord`]. It answers how many things it looked at: a check that never
-//! had anything to look at has proved nothing, and the runner says so.
+//! Each is a function over a [`RunRecord`]. It answers how many things it looked at: a check that
+//! never had anything to look at has proved nothing, and the runner says so.
 
 pub mod acknowledged_writes_stay;
 pub mod advances_are_used;
@@ -72,8 +72,8 @@ macro_rules! invariant {
 }
 
 /// All properties of a run. Each may be asked for at any time; those about what is healed have no
-/// subject before [`RunRecord::observation`] says what is there then. [`sound_state`] is about one state
-/// and asked for where the state is.
+/// subject before [`RunRecord::observation`] says what is there then. [`sound_state`] is about one
+/// state and asked for where the state is.
 pub const ALL: &[Invariant] = &[
     invariant!(same_log),
     invariant!(same_digest),

@@ -9,11 +9,12 @@ pub const NUMBER: &str = "I50";
 /// As a statement.
 pub const NAME: &str = "replicated time passes as real time does";
 
-/// What clocks that count as right may differ by, what messages take, and the time to the next command.
+/// What clocks that count as right may differ by, what messages take, and the time to the next
+/// command.
 const SLACK_MS: u64 = 5000;
 
-/// Compares states with the first one whose time is paced. Where more clocks were wrong than others could
-/// tell, nobody knows what time it is.
+/// Compares states with the first one whose time is paced. Where more clocks were wrong than others
+/// could tell, nobody knows what time it is.
 ///
 /// # Errors
 /// When one is ahead, or one at rest behind.

@@ -1,7 +1,8 @@
 //! A write takes effect at most once, and one that was refused never does.
 //!
-//! That is told from outside: as often as one replica's command had an effect, so often somebody asked
-//! that replica for it and was not refused. Commands that nobody asked for are the replicas' own.
+//! That is told from outside: as often as one replica's command had an effect, so often somebody
+//! asked that replica for it and was not refused. Commands that nobody asked for are the replicas'
+//! own.
 
 use std::collections::BTreeMap;
 

@@ -1,13 +1,13 @@
 //! Hosts of their own for processes: a network namespace each, joined by a bridge.
 //!
-//! The bridge stands in the namespace of this process, which thereby reaches every host. A host has two
-//! addresses on one interface, one that clients use and one that peers use, so that the traffic between
-//! peers can be cut while clients go on, and so that a host can move for its peers alone. Names on a
-//! host come from its own hosts file, which can be changed at any time.
+//! The bridge stands in the namespace of this process, which thereby reaches every host. A host has
+//! two addresses on one interface, one that clients use and one that peers use, so that the traffic
+//! between peers can be cut while clients go on, and so that a host can move for its peers alone.
+//! Names on a host come from its own hosts file, which can be changed at any time.
 //!
-//! Everything carries the id of this process in its name and goes with the [`NetnsNetwork`]. What a killed
-//! process left behind is removed by the next one. Needs root, `ip` and `nft`. Netem is not used: many
-//! kernels come without, and nftables can lose packets by chance too.
+//! Everything carries the id of this process in its name and goes with the [`NetnsNetwork`]. What a
+//! killed process left behind is removed by the next one. Needs root, `ip` and `nft`. Netem is not
+//! used: many kernels come without, and nftables can lose packets by chance too.
 
 use std::fmt::Write as _;
 use std::fs;

@@ -17,7 +17,8 @@ use super::observation::{Observation, ReplicaRun};
 pub struct ReplayComparison {
     /// What became of every command, by index; up to the first one that cannot be replayed.
     pub effects: BTreeMap<u64, CommandEffect>,
-    /// The commands that are no batches, by index: batches are most of the log, and nobody asks for one.
+    /// The commands that are no batches, by index: batches are most of the log, and nobody asks for
+    /// one.
     pub commands: BTreeMap<u64, Envelope>,
     /// Which backends there were from an index on, and whether they drained.
     pub backends: BTreeMap<u64, BTreeMap<BackendRef, bool>>,

@@ -1,8 +1,8 @@
 //! The history of a run: what clients did and what they were told.
 //!
-//! Administrative writes and reads are [`Operation`]s, requests for inference are [`InferenceRequest`]s. What
-//! a client was not told, the history does not know: a write that timed out is [`OperationResult::Unknown`] and
-//! may take effect once, at any later time, or never.
+//! Administrative writes and reads are [`Operation`]s, requests for inference are
+//! [`InferenceRequest`]s. What a client was not told, the history does not know: a write that timed
+//! out is [`OperationResult::Unknown`] and may take effect once, at any later time, or never.
 
 use state::command::{Command, Committed};
 use state::ids::{BackendRef, LogIndex};

@@ -27,8 +27,8 @@ pub struct StateImage {
     pub users: BTreeMap<UserKey, UserImage>,
     /// Leases that are open.
     pub leases: BTreeMap<(ReplicaId, AttemptId), LeaseImage>,
-    /// The present run of every replica, with the last sequence numbers of its outbox and of its admin
-    /// lane.
+    /// The present run of every replica, with the last sequence numbers of its outbox and of its
+    /// admin lane.
     pub sessions: BTreeMap<ReplicaId, (SessionId, [u64; 2])>,
     /// Every key that was asked for, with what it holds.
     pub registers: BTreeMap<RegisterKey, RegisterText>,
@@ -43,7 +43,8 @@ pub struct BackendImage {
     pub handle: BackendRef,
     /// Whether it drains.
     pub draining: bool,
-    /// Blocks its cache holds, as an operator says; `None`: what is known otherwise may be corrected.
+    /// Blocks its cache holds, as an operator says; `None`: what is known otherwise may be
+    /// corrected.
     pub capacity_blocks: Option<u32>,
     /// What it owns.
     pub owned: BTreeMap<BlockHash, OwnedImage>,

@@ -1,9 +1,9 @@
 //! Linearizability by witness: the log says when each operation took effect.
 //!
-//! A write took effect where it stands in the log, a read at the index it was read at. That this is one
-//! order is given; what is checked is that it is the one that the clients saw: an operation that ended
-//! before another began stands before it, and each read finds what the writes up to its index left. Done
-//! in one pass over the operations by time, and one over the log.
+//! A write took effect where it stands in the log, a read at the index it was read at. That this is
+//! one order is given; what is checked is that it is the one that the clients saw: an operation
+//! that ended before another began stands before it, and each read finds what the writes up to its
+//! index left. Done in one pass over the operations by time, and one over the log.
 
 use std::collections::BTreeMap;
 

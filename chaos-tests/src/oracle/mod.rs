@@ -1,10 +1,10 @@
 //! The oracle: records of a run and the model it is judged against.
 //!
-//! The world tells what it saw: [`Observation`] is the side of the replicas (what each of them applied,
-//! who led, who could reach whom), [`History`] the side of the clients (what they asked for, when, and
-//! what they were told). Both are plain records; [`crate::invariants`] are functions over them. Nothing
-//! here looks at a clock or calls the product's `apply`: what the state must be is computed by
-//! a naive [`model`] that replays the log.
+//! The world tells what it saw: [`Observation`] is the side of the replicas (what each of them
+//! applied, who led, who could reach whom), [`History`] the side of the clients (what they asked
+//! for, when, and what they were told). Both are plain records; [`crate::invariants`] are functions
+//! over them. Nothing here looks at a clock or calls the product's `apply`: what the state must be
+//! is computed by a naive [`model`] that replays the log.
 
 pub mod comparison;
 pub mod history;
@@ -35,7 +35,8 @@ pub struct RunRecord {
 }
 
 impl RunRecord {
-    /// What a client is to make of what a run told it: nothing, while the world has taken the run's state.
+    /// What a client is to make of what a run told it: nothing, while the world has taken the run's
+    /// state.
     #[must_use]
     pub fn as_told(&self, run: ReplicaRun, outcome: OperationResult) -> OperationResult {
         if self.observation.is_spoiled(run) {
@@ -45,8 +46,8 @@ impl RunRecord {
         }
     }
 
-    /// The log replayed by the naive model, and where states differ from it. Made once for as long as
-    /// nothing was added that it looks at.
+    /// The log replayed by the naive model, and where states differ from it. Made once for as long
+    /// as nothing was added that it looks at.
     pub fn comparison(&self) -> Arc<ReplayComparison> {
         let seen = &self.observation;
         let made_of = [seen.log.len(), seen.images.len(), seen.at_rest.len()];

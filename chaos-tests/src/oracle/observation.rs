@@ -1,7 +1,7 @@
 //! The observation of a run: what replicas did, as seen from outside.
 //!
-//! Times are simulated microseconds since the world began; one clock for all. Lists are in the order in
-//! which things happened.
+//! Times are simulated microseconds since the world began; one clock for all. Lists are in the
+//! order in which things happened.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -45,14 +45,15 @@ pub struct Observation {
     pub outbox_empty: BTreeMap<ReplicaRun, u64>,
     /// What states held, now and then.
     pub images: Vec<(u64, ReplicaRun, Arc<StateImage>)>,
-    /// Whether there was a time in which it could not be said what time it is: so many clocks were wrong,
-    /// or of replicas that others did not hear.
+    /// Whether there was a time in which it could not be said what time it is: so many clocks were
+    /// wrong, or of replicas that others did not hear.
     pub are_clocks_doubted: bool,
-    /// What the engines that publish KV events held once they had published a message, by its number and
-    /// its mark, which no two messages share: all blocks in the cache, as the router calls them.
+    /// What the engines that publish KV events held once they had published a message, by its
+    /// number and its mark, which no two messages share: all blocks in the cache, as the router
+    /// calls them.
     pub engines: BTreeMap<(u64, u64), Arc<BTreeSet<BlockHash>>>,
-    /// What the replicas are at the end, after everything was healed and nothing is under way: of all
-    /// that are members. Empty before.
+    /// What the replicas are at the end, after everything was healed and nothing is under way: of
+    /// all that are members. Empty before.
     pub at_rest: BTreeMap<ReplicaId, AtRest>,
 }
 
@@ -109,8 +110,8 @@ pub struct Leading {
     pub term: u64,
 }
 
-/// A time in which no majority of the voters could hear of a replica and be heard by it, over however many
-/// links and whenever in it each was open.
+/// A time in which no majority of the voters could hear of a replica and be heard by it, over
+/// however many links and whenever in it each was open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CutOff {
     /// Who.
@@ -197,8 +198,9 @@ impl Observation {
         }
     }
 
-    /// Whether a replica can reach a majority of the voters, itself included if it is one. To be told
-    /// whenever it changes. What is under way when a link is cut may arrive: it was sent before.
+    /// Whether a replica can reach a majority of the voters, itself included if it is one. To be
+    /// told whenever it changes. What is under way when a link is cut may arrive: it was sent
+    /// before.
     pub fn reaches_majority(&mut self, at_us: u64, replica: ReplicaId, does: bool) {
         let open = self
             .cut_off
@@ -257,8 +259,8 @@ impl Observation {
 }
 
 impl Span {
-    /// Whether all of `from_us..=until_us` lies within, and touches neither end: what happens in the
-    /// same step of the world may come before or after.
+    /// Whether all of `from_us..=until_us` lies within, and touches neither end: what happens in
+    /// the same step of the world may come before or after.
     #[must_use]
     pub fn covers(&self, from_us: u64, until_us: u64) -> bool {
         self.from_us < from_us && self.until_us.is_none_or(|end_us| until_us < end_us)

@@ -1,8 +1,8 @@
 //! Registers that administrative writes change and barrier reads see.
 //!
-//! Each [`RegisterKey`] names a part of the state that can be written and read as a whole. [`Registers`] is the
-//! sequential specification: what one write after the other leaves behind, written without a look at
-//! how `state` does it.
+//! Each [`RegisterKey`] names a part of the state that can be written and read as a whole.
+//! [`Registers`] is the sequential specification: what one write after the other leaves behind,
+//! written without a look at how `state` does it.
 
 use std::collections::BTreeMap;
 
@@ -125,8 +125,8 @@ impl Registers {
         self.0.keys().map(|key| (key, self.value(key)))
     }
 
-    /// One write after what was written so far; answers what the writer is to be told. Commands that
-    /// write no key change nothing here.
+    /// One write after what was written so far; answers what the writer is to be told. Commands
+    /// that write no key change nothing here.
     pub fn write(&mut self, command: &Command) -> Reply {
         if let Err(reject) = validate(command) {
             return Reply::Rejected(reject);

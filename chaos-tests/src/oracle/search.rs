@@ -1,14 +1,16 @@
 //! Linearizability by search: stateright's `LinearizabilityTester`, key by key.
 //!
-//! It looks at nothing but what the clients saw, neither log nor index: some order of the operations must
-//! explain every answer. A write whose outcome is unknown is one that was called and has not returned.
+//! It looks at nothing but what the clients saw, neither log nor index: some order of the
+//! operations must explain every answer. A write whose outcome is unknown is one that was called
+//! and has not returned.
 //!
-//! The search is exponential at worst, so it is bounded. A key's history is cut where a read overlaps
-//! with nothing: what it saw is what the next piece begins with. Writes of unknown outcome go on into all
-//! further pieces (which allows them more than once: the witness check of [`super::linear`] does not).
-//! A piece of more than [`OPERATIONS_MAX`] operations is looked at up to there, which is sound, as every
-//! beginning of a linearizable history is one; a piece with more than [`UNKNOWN_MAX`] unknown outcomes,
-//! or whose search takes more than [`STEPS_MAX`] steps, is left undecided and counted.
+//! The search is exponential at worst, so it is bounded. A key's history is cut where a read
+//! overlaps with nothing: what it saw is what the next piece begins with. Writes of unknown outcome
+//! go on into all further pieces (which allows them more than once: the witness check of
+//! [`super::linear`] does not). A piece of more than [`OPERATIONS_MAX`] operations is looked at up
+//! to there, which is sound, as every beginning of a linearizable history is one; a piece with more
+//! than [`UNKNOWN_MAX`] unknown outcomes, or whose search takes more than [`STEPS_MAX`] steps, is
+//! left undecided and counted.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -43,8 +45,8 @@ pub struct SearchCounts {
 /// Looks for an order of the operations on each key.
 ///
 /// # Errors
-/// The first key whose history no order explains. `first` tells what a key held before any operation on
-/// it, as nobody was asked then.
+/// The first key whose history no order explains. `first` tells what a key held before any
+/// operation on it, as nobody was asked then.
 pub fn check(
     history: &History,
     first: impl Fn(&RegisterKey) -> RegisterText,

@@ -41,8 +41,8 @@ impl UserTotals {
         self.output += other.output;
     }
 
-    /// What it counts without telling how much of prompts was cached: an account that was not settled
-    /// holds what was predicted.
+    /// What it counts without telling how much of prompts was cached: an account that was not
+    /// settled holds what was predicted.
     fn coarse(&self) -> [u64; 3] {
         [self.requests, self.uncached + self.cached, self.output]
     }
@@ -82,7 +82,7 @@ pub struct LongestStall {
     pub ttft: Duration,
 }
 
-/// See the module.
+/// Answers counted, and the usage they carried per user.
 #[derive(Debug, Default)]
 pub struct ClientLedger {
     /// Requests answered.

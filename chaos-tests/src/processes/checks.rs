@@ -76,8 +76,8 @@ async fn check_counters(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow:
     Ok(())
 }
 
-/// Counters that have not changed for many times the interval at which replicas tell what they learnt:
-/// bounds alone would take those for right that still grow.
+/// Counters that have not changed for many times the interval at which replicas tell what they
+/// learnt: bounds alone would take those for right that still grow.
 async fn settled_counters(
     cluster: &ProcessCluster,
 ) -> anyhow::Result<BTreeMap<String, UserTotals>> {

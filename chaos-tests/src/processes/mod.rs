@@ -246,8 +246,8 @@ impl ProcessCluster {
         child.signal(signal)
     }
 
-    /// Says that nothing will be heard of a replica for a while, or that it is back and ready. No load
-    /// goes there meanwhile, and nobody waits for it.
+    /// Says that nothing will be heard of a replica for a while, or that it is back and ready. No
+    /// load goes there meanwhile, and nobody waits for it.
     ///
     /// # Errors
     /// When it does not get ready.
@@ -322,7 +322,8 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Has replicas that are down, each with an empty disk, found a cluster together when they start.
+    /// Has replicas that are down, each with an empty disk, found a cluster together when they
+    /// start.
     ///
     /// # Errors
     /// When one is up.

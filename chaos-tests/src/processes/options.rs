@@ -34,8 +34,8 @@ pub struct ClusterOptions {
     pub users_config: &'static str,
     /// Further keys of every engine's `[[backends]]` entry, a line each.
     pub backend_config: &'static str,
-    /// Megabytes of a disk in memory that the last of `replicas` has; `None`: it has one as the others.
-    /// Needs root.
+    /// Megabytes of a disk in memory that the last of `replicas` has; `None`: it has one as the
+    /// others. Needs root.
     pub small_disk_mb: Option<u32>,
     /// Engines that somebody else runs, beside `engines`.
     pub outside_engines: &'static [SocketAddr],

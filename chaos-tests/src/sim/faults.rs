@@ -2,8 +2,8 @@
 
 use lab::rng::Rng;
 
-/// Of so many faults one has a lie told beside it. It is drawn apart, so that what else goes wrong under a
-/// seed is what went wrong before there were liars.
+/// Of so many faults one has a lie told beside it. It is drawn apart, so that what else goes wrong
+/// under a seed is what went wrong before there were liars.
 pub const LIES: u64 = 4;
 
 /// One way for things to go wrong.
@@ -136,8 +136,8 @@ impl Fault {
         )
     }
 
-    /// Whether a process ends by it: a state that was lost may be in its snapshot, and nobody knows of it
-    /// when it starts again.
+    /// Whether a process ends by it: a state that was lost may be in its snapshot, and nobody knows
+    /// of it when it starts again.
     #[must_use]
     pub fn ends_processes(self) -> bool {
         matches!(

@@ -15,8 +15,8 @@ use crate::invariants;
 use crate::oracle::image::StateImage;
 use crate::oracle::observation::AtRest;
 
-/// How long healing may take. Replicas that are gone for good are waited for 10 s before their leases
-/// end, and an admin write may be tried for as long; twice that, and the elections before.
+/// How long healing may take. Replicas that are gone for good are waited for 10 s before their
+/// leases end, and an admin write may be tried for as long; twice that, and the elections before.
 const HEAL_MS_MAX: u64 = 40_000;
 /// From one try of the operator to remove a replica that is back to the next.
 const TEND_EVERY_US: u64 = 2_000_000;
@@ -68,9 +68,9 @@ impl World {
             .event(self.now_us(), format_args!("all is mended"));
     }
 
-    /// What an operator does in the end: takes replicas away that were removed, and starts the rest.
-    /// One that had never heard of the cluster asks to be let in again before it is taken away: it
-    /// is removed again.
+    /// What an operator does in the end: takes replicas away that were removed, and starts the
+    /// rest. One that had never heard of the cluster asks to be let in again before it is taken
+    /// away: it is removed again.
     fn tend(&mut self) {
         self.retire();
         let is_back = |(id, _): &(u8, bool)| {
@@ -196,8 +196,8 @@ impl World {
         Ok(())
     }
 
-    /// Says which promise is broken where a cluster did not heal: what it is left with is judged as if it
-    /// had.
+    /// Says which promise is broken where a cluster did not heal: what it is left with is judged as
+    /// if it had.
     fn explain(&mut self, why: String) -> String {
         self.observe_healed();
         let judged = self.ledger.with(|record| invariants::check_all(record));
@@ -241,7 +241,8 @@ fn unanswered(asked: &[(u8, Arc<AtomicBool>)]) -> Result<(), String> {
     }
 }
 
-/// Requests that a replica counts at all backends, those of the others that it was told of included.
+/// Requests that a replica counts at all backends, those of the others that it was told of
+/// included.
 fn in_flight(seat: &ReplicaSeat, core: &ReplicaCore) -> u64 {
     let Some(handle) = seat.machine.handle() else {
         return 0;

@@ -213,8 +213,8 @@ impl World {
         true
     }
 
-    /// Tells the record when it cannot be said what time it is: unless more than half of all replicas run,
-    /// have a right clock and can hear each other.
+    /// Tells the record when it cannot be said what time it is: unless more than half of all
+    /// replicas run, have a right clock and can hear each other.
     pub(super) fn observe_clocks(&mut self) {
         let wrong_ms = |seat: &ReplicaSeat| seat.machine.wall.error_ms().unsigned_abs();
         if self
@@ -518,7 +518,8 @@ impl World {
         self.ask(MembershipChange::Snapshot)
     }
 
-    /// Tells the record who can reach a majority. To be called when a link or an electorate changes.
+    /// Tells the record who can reach a majority. To be called when a link or an electorate
+    /// changes.
     pub(super) fn observe_reach(&mut self) {
         let now_us = self.now_us();
         // Who is removed but still runs may carry word between others.

@@ -3,12 +3,12 @@
 //! A replica is what production runs (`node::app::Core`: raft, state, router, admission,
 //! outbox and the loops between them), each on a tokio runtime of its own with paused time that the
 //! [`world`] steps. What stands around it is simulated: [`network`], disk, clocks, engines and
-//! clients ([`workload`]). One `u64` decides everything: the same seed twice gives the same trace bit
-//! for bit (docs/adr/0017-own-simulated-network.md).
+//! clients ([`workload`]). One `u64` decides everything: the same seed twice gives the same trace
+//! bit for bit (docs/adr/0017-own-simulated-network.md).
 //!
 //! [`run()`] is one seed: the cluster forms, things go wrong for a while ([`faults`]) under load,
-//! then all is mended and the cluster must heal. [`crate::invariants`] are checked on the way and at
-//! the end.
+//! then all is mended and the cluster must heal. [`crate::invariants`] are checked on the way and
+//! at the end.
 
 pub mod faults;
 mod heal;

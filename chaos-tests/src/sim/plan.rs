@@ -34,7 +34,8 @@ pub struct WorldPlan {
     pub fault_gap_ms: u64,
     /// Clients that send requests, per replica.
     pub clients: u8,
-    /// Whether two messages sent at once can overtake each other by much, and be lost, at all times.
+    /// Whether two messages sent at once can overtake each other by much, and be lost, at all
+    /// times.
     pub is_network_bad: bool,
     /// Seed of all hashes of the cluster.
     pub hash_seed: u64,

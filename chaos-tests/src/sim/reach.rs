@@ -1,11 +1,11 @@
 //! Tracks which replicas cannot reach a majority as links and memberships change.
 //!
-//! An answer takes a chain of messages from the replica that is asked to a majority and back. They need
-//! not find their links open at once: a request passes one way, that way is cut, the way back is mended,
-//! and what it held arrives; the majority agreed all the same. So a replica counts as cut off only as
-//! long as no majority lies on a way there and back over all links together that were open at any moment
-//! of that time, for none of the electorates that anybody knew in it. When that is over, another such
-//! time may begin at once.
+//! An answer takes a chain of messages from the replica that is asked to a majority and back. They
+//! need not find their links open at once: a request passes one way, that way is cut, the way back
+//! is mended, and what it held arrives; the majority agreed all the same. So a replica counts as
+//! cut off only as long as no majority lies on a way there and back over all links together that
+//! were open at any moment of that time, for none of the electorates that anybody knew in it. When
+//! that is over, another such time may begin at once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -60,8 +60,8 @@ impl Reach {
 }
 
 impl Reachability {
-    /// Whether a majority of some electorate can hear of `id` and be heard by it. So it is, too, while
-    /// nobody that runs knows who votes.
+    /// Whether a majority of some electorate can hear of `id` and be heard by it. So it is, too,
+    /// while nobody that runs knows who votes.
     fn reach_majority(&self, id: u8) -> bool {
         let hear: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (from, to));
         let heard: BTreeSet<u8> = closure(id, &self.open, |(from, to)| (to, from));

@@ -10,9 +10,10 @@ use super::workload::MembershipChange;
 use super::world::{ReplicaSeat, World};
 
 impl World {
-    /// One state at a time, of a follower that has one to lose, while all others are sound and nothing is
-    /// wrong that ends a leader's term: a majority must be right, and a replica that does not know yet that
-    /// its state is wrong may be elected and gives it away. Once it knows, see [`World::strike_in_doubt`].
+    /// One state at a time, of a follower that has one to lose, while all others are sound and
+    /// nothing is wrong that ends a leader's term: a majority must be right, and a replica that
+    /// does not know yet that its state is wrong may be elected and gives it away. Once it knows,
+    /// see [`World::strike_in_doubt`].
     pub(super) fn lose_state(&mut self) -> bool {
         let is_sound = |seat: &ReplicaSeat| {
             let is_up = seat.machine.core().is_some();
@@ -55,8 +56,8 @@ impl World {
         true
     }
 
-    /// When a replica has just found that its state is wrong, and has not replaced it, the leader goes or
-    /// is told to hand over to it, mostly.
+    /// When a replica has just found that its state is wrong, and has not replaced it, the leader
+    /// goes or is told to hand over to it, mostly.
     pub(super) fn strike_in_doubt(&mut self) {
         let just_found = |(_, seat): &(&u8, &ReplicaSeat)| {
             !seat.is_struck && seat.is_spoiled.load(Ordering::Relaxed) && seat.is_in_doubt()

@@ -1,7 +1,7 @@
 //! A user who asks, in some manner: waits or gives up, reads or does not, tries again as SDKs do.
 //!
-//! Requests come at random times, whatever became of the ones before: a user who is refused does not
-//! ask for less.
+//! Requests come at random times, whatever became of the ones before: a user who is refused does
+//! not ask for less.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;

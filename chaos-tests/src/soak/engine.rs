@@ -1,8 +1,8 @@
-//! The engines of a soak: they know whom they compute for, so that what users are charged can be held
-//! against it, and some prompts make them misbehave.
+//! The engines of a soak: they know whom they compute for, so that what users are charged can be
+//! held against it, and some prompts make them misbehave.
 //!
-//! An engine has a few places and makes a token at a time, as long as the request that asked for them
-//! stands; like a real one it does not wait for whoever reads. It keeps no cache.
+//! An engine has a few places and makes a token at a time, as long as the request that asked for
+//! them stands; like a real one it does not wait for whoever reads. It keeps no cache.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -38,7 +38,8 @@ pub(super) const DECODE: Duration = Duration::from_millis(20);
 pub(super) const POISON: &str = "(poison)";
 /// A prompt with this is answered by 500.
 pub(super) const FAILING: &str = "(failing)";
-/// A prompt with this has tokens that are long to write: who reads slowly has not read them in seconds.
+/// A prompt with this has tokens that are long to write: who reads slowly has not read them in
+/// seconds.
 pub(super) const FAT: &str = "(fat)";
 /// Bytes that come with such a token.
 const FAT_BYTES: usize = 8 << 10;

@@ -18,9 +18,11 @@ use crate::processes::{ProcessCluster, until};
 const READY: Duration = Duration::from_secs(2);
 /// The least part of what honest users got alone that they get in the storm, in thousandths.
 const HONEST_PERMILLE: f64 = 900.0;
-/// The least part of what the best served honest user gets that the worst served gets, in thousandths.
+/// The least part of what the best served honest user gets that the worst served gets, in
+/// thousandths.
 const EVEN_PERMILLE: u64 = 800;
-/// The least part of what engines made for impatient users that somebody read to its end, in thousandths.
+/// The least part of what engines made for impatient users that somebody read to its end, in
+/// thousandths.
 const READ_PERMILLE: u64 = 800;
 /// How long after its client has left a request may still be on its way to an engine.
 const DEPARTED: Duration = Duration::from_secs(1);
@@ -175,8 +177,8 @@ impl JudgedPhases {
         Ok(found)
     }
 
-    /// What engines make for users who give up is read to its end: they are refused at once, or served in
-    /// time.
+    /// What engines make for users who give up is read to its end: they are refused at once, or
+    /// served in time.
     fn read_to_the_end(&self) -> anyhow::Result<String> {
         let scene = &self.storm.scene;
         if scene.book(ClientKind::Impatient).asked == 0 {
@@ -269,8 +271,8 @@ impl JudgedPhases {
         Ok(found)
     }
 
-    /// Users are charged what engines computed for them: to the token who reads to the end, about so who
-    /// does not.
+    /// Users are charged what engines computed for them: to the token who reads to the end, about
+    /// so who does not.
     async fn counters(&self, cluster: &ProcessCluster) -> anyhow::Result<String> {
         let mut computed: BTreeMap<String, ComputedRequest> = BTreeMap::new();
         for (id, one) in self.storm.scene.ledger.lock().iter() {
@@ -319,8 +321,8 @@ impl JudgedPhases {
     }
 }
 
-/// Output tokens that may be charged: where an engine failed nobody knows what it had made, and as much
-/// as such answers usually have is charged at most.
+/// Output tokens that may be charged: where an engine failed nobody knows what it had made, and as
+/// much as such answers usually have is charged at most.
 fn output_max(kind: ClientKind, computed: &ComputedRequest) -> u64 {
     match kind {
         ClientKind::Poison | ClientKind::Failing => {

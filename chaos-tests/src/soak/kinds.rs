@@ -89,8 +89,8 @@ impl ClientKind {
             .collect()
     }
 
-    /// What the kind asks for, as a share of the capacity times the factor; honest users do not follow
-    /// the factor.
+    /// What the kind asks for, as a share of the capacity times the factor; honest users do not
+    /// follow the factor.
     pub(super) fn share(self) -> f64 {
         match self {
             Self::Honest => 0.24,
@@ -100,8 +100,8 @@ impl ClientKind {
         }
     }
 
-    /// Whether to the token what engines compute for its users must be charged: whoever stays to the end
-    /// is told, and so is the router.
+    /// Whether to the token what engines compute for its users must be charged: whoever stays to
+    /// the end is told, and so is the router.
     pub(super) fn is_exact(self) -> bool {
         matches!(self, Self::Honest | Self::Names | Self::Logprobs)
     }

@@ -1,9 +1,10 @@
-//! A cluster of real processes at many times its capacity, with everybody at once: users who wait, who
-//! give up, who leave, who hardly read and who cheat, strangers without a key, and whatever knocks at
-//! the other ports. Afterwards everything must be as if there had been nobody but honest users.
+//! A cluster of real processes at many times its capacity, with everybody at once: users who wait,
+//! who give up, who leave, who hardly read and who cheat, strangers without a key, and whatever
+//! knocks at the other ports. Afterwards everything must be as if there had been nobody but honest
+//! users.
 //!
-//! First the honest users are alone; that is what their share of the storm is held against. The engines
-//! are the harness's own and know for whom they computed what.
+//! First the honest users are alone; that is what their share of the storm is held against. The
+//! engines are the harness's own and know for whom they computed what.
 
 mod browser;
 mod client;

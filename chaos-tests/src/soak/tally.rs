@@ -6,16 +6,16 @@ use std::time::Duration;
 /// Things that are told in words.
 const WORDS_MAX: usize = 5;
 
-/// See the module.
+/// Counts of one kind of client.
 #[derive(Debug, Clone, Default, serde::Serialize)]
 pub struct KindCounts {
     /// Requests, connections or tricks that were begun.
     pub asked: u64,
-    /// Answers that came whole, while it was counted.
+    /// Complete answers received while counting was on.
     pub whole: u64,
     /// Tokens in them.
     pub tokens: u64,
-    /// Requests that were begun and answers that came whole, by user, while it was counted.
+    /// Requests begun and complete answers received while counting was on, by user.
     pub by_user: BTreeMap<String, [u64; 2]>,
     /// How everything else ended.
     pub ends: BTreeMap<String, u64>,

@@ -1,7 +1,7 @@
 //! Requests over connections of their own, from an address of one's own: leaving is closing.
 //!
-//! On loopback every address of 127.0.0.0/8 is ours, so that whoever is counted by address can be told
-//! apart.
+//! On loopback every address of 127.0.0.0/8 is ours, so that whoever is counted by address can be
+//! told apart.
 
 use std::fmt;
 use std::io;

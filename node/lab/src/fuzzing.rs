@@ -1,5 +1,5 @@
-//! The reader of traces as a function that must not panic, whatever it is given. For the fuzz targets
-//! of `chaos-tests`.
+//! The reader of traces as a function that must not panic, whatever it is given. For the fuzz
+//! targets of `chaos-tests`.
 
 use std::time::Duration;
 

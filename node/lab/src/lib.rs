@@ -1,9 +1,9 @@
 //! The laboratory: what the router is tried, measured and compared with.
 //!
-//! [`engine`] emulates vLLM, [`replay`] generates load, [`simulate`] runs a cluster with its engines
-//! and clients in simulated time. The `quorate` binary has a command for each. This crate uses the
-//! router's parts (`state`, `api`) but knows no replica; one that needs whole replicas gets them
-//! through a port ([`replay::ClusterUnderTest`]).
+//! [`engine`] emulates vLLM, [`replay`] generates load, [`simulate`] runs a cluster with its
+//! engines and clients in simulated time. The `quorate` binary has a command for each. This crate
+//! uses the router's parts (`state`, `api`) but knows no replica; one that needs whole replicas
+//! gets them through a port ([`replay::ClusterUnderTest`]).
 
 pub mod engine;
 #[cfg(feature = "fuzzing")]

@@ -6,9 +6,9 @@ use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use super::file::ModelConfig;
 use super::read::Settings;
 
-/// `block_size` with `character`.
+/// Default `block_size` with the `character` tokenizer, in bytes.
 const CHARACTER_BLOCK_BYTES: u32 = 128;
-/// `block_size` with a tokenizer: vLLM's own.
+/// Default `block_size` with any other tokenizer, in tokens: vLLM's own.
 const BLOCK_TOKENS: u32 = 16;
 
 /// Returns the settings of all entries.

@@ -13,7 +13,7 @@ use crate::determinism::random::Generator;
 use crate::determinism::timeout::{Elapsed, Timeout};
 use crate::determinism::watch::{WatchReceiver, WatchRef, WatchSender};
 
-/// See the module.
+/// tokio as openraft's runtime.
 #[derive(Debug)]
 pub(crate) struct Runtime(TokioRuntime);
 

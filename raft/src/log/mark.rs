@@ -41,7 +41,7 @@ pub(super) struct LogMark {
     pub(super) last: Option<LogId>,
 }
 
-/// See the module.
+/// The open mark file.
 pub(super) struct MarkFile {
     file: File,
     /// The number of the slot written last.

@@ -6,7 +6,8 @@
 //!   is larger than a quarter of a segment: with segments of 4 MiB and values of at most 32 KiB
 //!   none is. Every write checks that the folder is empty.
 //! - After a failed write sled's state in memory is unknown. So a write begins only if it has room
-//!   ([`super::reserved_space`]), and opens nothing: the folder, the mark and the data file stay open.
+//!   ([`super::reserved_space`]), and opens nothing: the folder, the mark and the data file stay
+//!   open.
 //! - Entries are in one tree per [`RANGE`] indexes. Dropping a tree frees its space at once, while
 //!   removing entries one by one costs as much as writing them.
 //! - What a killed process had written without syncing is visible to the next one, until power is
@@ -51,7 +52,7 @@ const VOTE: &[u8] = b"vote";
 const COMMITTED: &[u8] = b"committed";
 const PURGED: &[u8] = b"purged";
 
-/// See the module.
+/// The log's disk, on sled.
 pub(crate) struct SledDisk {
     open: RwLock<Option<OpenLog>>,
 }

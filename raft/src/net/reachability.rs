@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::locks::lock;
 
-/// A peer is heard if it called within this time: peers send a message ten times a second.
+/// How long after its last call a peer counts as heard. Peers send ten messages a second.
 const LATELY: Duration = Duration::from_secs(1);
 
 /// Which peers this replica hears, and what they reported.

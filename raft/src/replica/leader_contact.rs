@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::locks::lock;
 use crate::types::{LogId, Vote};
 
-/// See the module.
+/// When the leader was last heard, and what it said.
 #[derive(Debug, Default)]
 pub(crate) struct LeaderContact(Mutex<ContactState>);
 

@@ -19,7 +19,7 @@ pub(crate) struct Consumed {
     tokens: u128,
     /// Window at the time of counting, in milliseconds.
     window_ms: u32,
-    /// Time of counting, in milliseconds of replicated time.
+    /// Replicated time up to which usage has drained, in milliseconds.
     at_ms: u64,
 }
 

@@ -192,7 +192,8 @@ impl Shard {
         }
     }
 
-    /// Moves the key at `at` to a row that holds its owners and `slot`.
+    /// Adds `slot` to the owners of the key at `at` by moving them to a new row. Returns `false`,
+    /// without a change, if the table has no room.
     fn move_to_row(&mut self, at: usize, owners: Owners, slot: u16) -> bool {
         let table = &self.table;
         let mut slots = table.mask::<WORDS_MAX>(owners);

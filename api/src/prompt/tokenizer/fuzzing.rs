@@ -22,7 +22,8 @@ const TEMPLATE: &str = "{%- if tools %}{{ tools | tojson(indent=4) }}\n{% endif 
 {%- for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
 
-/// A conversation: a path's number in one byte, then the body. It is rendered, and asked of an engine.
+/// A conversation: a path's number in one byte, then the body. It is rendered, and asked of an
+/// engine.
 pub fn chat(bytes: &[u8]) {
     static RENDERER: LazyLock<ChatTemplate> = LazyLock::new(|| {
         ChatTemplate::new(TEMPLATE, Map::new()).expect("the template is well formed")

@@ -184,7 +184,8 @@ fn read_if_any(file: &Path) -> Result<Option<Vec<u8>>, TokenizerLoadError> {
     }
 }
 
-/// The template of `chosen`, else of `chat_template.jinja`, else of `tokenizer_config.json`.
+/// Loads the chat template from `chosen`, or else from `chat_template.jinja` or
+/// `tokenizer_config.json` beside the tokenizer. `None` if there is none.
 fn template(
     tokenizer: &Path,
     chosen: Option<&Path>,

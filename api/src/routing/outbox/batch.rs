@@ -42,8 +42,8 @@ impl Outbox {
     }
 
     /// Cuts the next envelope if none is outstanding and something waits. Users, their charges
-    /// and facts come first and leave a good part of the room to lease steps. Facts go before steps on
-    /// purpose: leases on an engine that has restarted meanwhile are void.
+    /// and facts come first and leave a good part of the room to lease steps. Facts go before steps
+    /// on purpose: leases on an engine that has restarted meanwhile are void.
     pub fn cut(&mut self, now: Instant, unix_ms: u64) -> Option<&Envelope> {
         if self.outstanding.is_some() || self.is_empty() {
             return None;

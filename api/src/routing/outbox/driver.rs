@@ -57,8 +57,8 @@ impl SharedOutbox {
         self.with(|outbox| outbox.observe(backend, facts));
     }
 
-    /// Queues an item that stands for itself, behind the earlier ones. `false`: the queue is full, and
-    /// the item is not in it.
+    /// Queues an item that stands for itself, behind the earlier ones. `false`: the queue is full,
+    /// and the item is not in it.
     pub fn note(&self, item: Item) -> bool {
         self.with(|outbox| outbox.note(item))
     }

@@ -210,7 +210,8 @@ impl Outbox {
         }
     }
 
-    /// A request goes to `backend`, which is believed to hold the first `matched` blocks of `chain`.
+    /// A request goes to `backend`, which is believed to hold the first `matched` blocks of
+    /// `chain`.
     pub fn acquire(
         &mut self,
         attempt: AttemptId,
@@ -318,8 +319,8 @@ impl Outbox {
         user
     }
 
-    /// The state is one that was restored at `restored`: who was named in the one before is not known
-    /// in it.
+    /// The state is one that was restored at `restored`: who was named in the one before is not
+    /// known in it.
     pub fn follow_restore(&mut self, restored: Option<LogIndex>) {
         if restored != self.restored {
             self.restored = restored;
@@ -351,8 +352,8 @@ impl Outbox {
         noted.started_at_s = facts.started_at_s.or(noted.started_at_s);
     }
 
-    /// Queues an item that stands for itself, behind the earlier ones. `false`: there is no room, or
-    /// no envelope could hold it; it is then as if it had not been told.
+    /// Queues an item that stands for itself, behind the earlier ones. `false`: there is no room,
+    /// or no envelope could hold it; it is then as if it had not been told.
     pub fn note(&mut self, item: Item) -> bool {
         let bytes = state::codec::item_bytes(&item);
         if bytes > batch::BATCH_BYTES_MAX || self.notes_bytes + bytes > NOTES_BYTES_MAX {

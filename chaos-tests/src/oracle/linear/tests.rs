@@ -17,7 +17,8 @@ use crate::oracle::register::RegisterKey;
 
 const CLIENTS: u32 = 4;
 
-/// A history that is linearizable: every operation has its effect at one moment between call and return.
+/// A history that is linearizable: every operation has its effect at one moment between call and
+/// return.
 struct True {
     rng: StdRng,
     state: RouterState,

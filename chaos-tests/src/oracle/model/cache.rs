@@ -26,7 +26,8 @@ pub struct ModelBlock {
     /// Leases that end here.
     pub leases: u32,
     children: u32,
-    /// The last release that ended here, or at one of the blocks behind it that went since; 0: none.
+    /// The last release that ended here, or at one of the blocks behind it that went since; 0:
+    /// none.
     released: u64,
 }
 

@@ -1,9 +1,9 @@
 //! The model: the state computed a second time, by a naive replay of the log.
 //!
-//! Nothing here is shared with `state` but the words of the log. Caches are maps that are searched from
-//! end to end, users are sums, orders are found by looking at everybody. What is not followed is told
-//! apart ([`ModelCache::is_followed`]) rather than guessed: caches whose contents come from KV events, which
-//! are compared with the engines themselves, and those whose capacity is learnt.
+//! Nothing here is shared with `state` but the words of the log. Caches are maps that are searched
+//! from end to end, users are sums, orders are found by looking at everybody. What is not followed
+//! is told apart ([`ModelCache::is_followed`]) rather than guessed: caches whose contents come from
+//! KV events, which are compared with the engines themselves, and those whose capacity is learnt.
 
 pub mod cache;
 pub mod registry;

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use state::command::{Envelope, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 
-/// A command of a run that nobody knows, stamped up to so much before the present run's first one, is a
-/// late one of a run before it.
+/// A command of a run that nobody knows, stamped up to so much before the present run's first one,
+/// is a late one of a run before it.
 const LATE_MS: u64 = 60_000;
 /// Runs that are over and remembered.
 const FORMER_MAX: usize = 8;

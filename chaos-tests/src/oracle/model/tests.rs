@@ -1,5 +1,5 @@
-//! The naive model and the invariants over random logs. Three states apply each log: one at once, one that is
-//! rebuilt from snapshots of the first, and one that lags.
+//! The naive model and the invariants over random logs. Three states apply each log: one at once,
+//! one that is rebuilt from snapshots of the first, and one that lags.
 
 #[path = "../../../../state/tests/common/commands.rs"]
 mod commands;

@@ -1,7 +1,7 @@
 //! Disks that are full, or slow.
 //!
-//! Slowness is by the blkio controller of cgroup v1: the writes of the replica's process to the device
-//! below its folder are held back, and with them every sync of its log.
+//! Slowness is by the blkio controller of cgroup v1: the writes of the replica's process to the
+//! device below its folder are held back, and with them every sync of its log.
 
 use std::fs::{self, File};
 use std::io::Write as _;

@@ -1,8 +1,8 @@
 //! The faults: what machines, networks, disks and operators do to a cluster under load.
 //!
-//! Each runs on a [`FaultContext`] and leaves it whole again: every replica up, every link healed. What must
-//! hold afterwards is the same for all ([`super::checks`]); what must hold in the middle (others answer
-//! on, a damaged store is refused) stands with the fault.
+//! Each runs on a [`FaultContext`] and leaves it whole again: every replica up, every link healed.
+//! What must hold afterwards is the same for all ([`super::checks`]); what must hold in the middle
+//! (others answer on, a damaged store is refused) stands with the fault.
 
 mod crash;
 mod damage;
@@ -222,8 +222,8 @@ impl FaultContext {
         killed
     }
 
-    /// Stops a replica by SIGTERM, as an orchestrator does: what goes on to it until it says that it
-    /// is not ready must be answered.
+    /// Stops a replica by SIGTERM, as an orchestrator does: what goes on to it until it says that
+    /// it is not ready must be answered.
     async fn leave(&mut self, number: usize) -> anyhow::Result<()> {
         self.cluster.signal(number, rustix::process::Signal::TERM)?;
         let what = format!("replica {} says that it is leaving", number + 1);
@@ -270,8 +270,8 @@ impl FaultContext {
         self.cluster.ask(number, "/admin/v1/cluster").await
     }
 
-    /// Changes something of the cluster, through any replica that is up. While leaders change this may
-    /// be refused; an operator tries again.
+    /// Changes something of the cluster, through any replica that is up. While leaders change this
+    /// may be refused; an operator tries again.
     async fn operate(
         &mut self,
         method: Method,

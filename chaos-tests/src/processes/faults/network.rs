@@ -1,5 +1,6 @@
-//! Links that lose packets, and names that lead nowhere. Only traffic between peers is met, unless said
-//! otherwise: a replica that is cut off from its peers serves its clients on, by what it knows.
+//! Links that lose packets, and names that lead nowhere. Only traffic between peers is met, unless
+//! said otherwise: a replica that is cut off from its peers serves its clients on, by what it
+//! knows.
 
 use std::time::Duration;
 
@@ -97,8 +98,8 @@ pub(super) async fn link_down(stage: &mut FaultContext) -> anyhow::Result<()> {
     stage.cluster.set_silent(victim, false).await
 }
 
-/// It is down, comes back elsewhere, and the others look for it at its old place until names change.
-/// It reaches them meanwhile: it may even lead them.
+/// It is down, comes back elsewhere, and the others look for it at its old place until names
+/// change. It reaches them meanwhile: it may even lead them.
 pub(super) async fn stale_dns(stage: &mut FaultContext) -> anyhow::Result<()> {
     let victim = stage.any();
     stage.kill(victim)?;

@@ -5,7 +5,8 @@ use anyhow::Context as _;
 use super::{FaultContext, until};
 use crate::processes::load::charged;
 
-/// What was known and charged at the backup is known and charged after the restore.
+/// Takes a backup, wipes all replicas and restores it. Every replica must then show the charges of
+/// the backup.
 pub(super) async fn from_backup(stage: &mut FaultContext) -> anyhow::Result<()> {
     // What comes after a backup is lost with the disks; the account is closed at the backup.
     stage.load.rest().await?;

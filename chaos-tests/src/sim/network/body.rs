@@ -104,8 +104,8 @@ impl BodyWindow {
     }
 }
 
-/// The reader's side of a body. That it is dropped tells nobody: the other side learns it by a packet,
-/// as all it learns.
+/// The reader's side of a body. That it is dropped tells nobody: the other side learns it by a
+/// packet, as all it learns.
 pub(super) struct IncomingBody {
     ready: VecDeque<Frame<Bytes>>,
     /// `None` when the rest is at hand.

@@ -282,7 +282,8 @@ impl SimNetwork {
         change(self.lock().link(from, to));
     }
 
-    /// Breaks every connection from one host to another, both lanes, in the middle of what they carry.
+    /// Breaks every connection from one host to another, both lanes, in the middle of what they
+    /// carry.
     pub fn break_connections(&self, from: u8, to: u8) {
         let mut state = self.lock();
         let between: Vec<u64> = state
@@ -296,7 +297,8 @@ impl SimNetwork {
         }
     }
 
-    /// Lets go of everything: services and what is under way hold transports, which hold the network.
+    /// Lets go of everything: services and what is under way hold transports, which hold the
+    /// network.
     pub fn end(&self) {
         let mut state = self.lock();
         let hosts = std::mem::take(&mut state.hosts);
@@ -382,8 +384,8 @@ impl NetworkState {
         }));
     }
 
-    /// Whether its call waits for it without a limit of its own. TCP sends it again or breaks: such a
-    /// packet is not lost on a connection that stands.
+    /// Whether its call waits for it without a limit of its own. TCP sends it again or breaks: such
+    /// a packet is not lost on a connection that stands.
     fn is_of_stream(&self, packet: &Packet) -> bool {
         match packet {
             Packet::Piece { .. } | Packet::Reset { .. } => true,

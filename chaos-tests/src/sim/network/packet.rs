@@ -54,7 +54,7 @@ pub(super) enum Packet {
         body: Option<WholeBody>,
         is_repeat: bool,
     },
-    /// It is answered.
+    /// The answer to a call.
     Response { call: u64, answer: Box<CallAnswer> },
     /// A part of a stream, for `side`.
     Piece {

@@ -83,7 +83,7 @@ impl ClientBehaviour {
         }
     }
 
-    /// How long it waits for its turn, milliseconds.
+    /// How long this client waits per try, in milliseconds.
     fn patience_ms(self, rng: &mut Rng) -> u64 {
         match self {
             Self::Impatient => 100 + rng.below(900),

@@ -161,8 +161,8 @@ impl SimEngines {
         engine.is_up.then_some(run)
     }
 
-    /// The messages of a run from `seq` on, as far as they are remembered; `None`: the engine is gone, or
-    /// another run of it is there.
+    /// The messages of a run from `seq` on, as far as they are remembered; `None`: the engine is
+    /// gone, or another run of it is there.
     pub(super) fn messages(&mut self, url: &str, run: u64, seq: u64) -> Option<Vec<(u64, Bytes)>> {
         let engine = self.at(url);
         if !engine.is_up || engine.started_at_s != run {

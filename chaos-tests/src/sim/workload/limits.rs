@@ -1,4 +1,5 @@
-//! A user of a healed cluster who asks for more than its limits allow, waits a window and asks again.
+//! A user of a healed cluster who asks for more than its limits allow, waits a window and asks
+//! again.
 
 use std::time::Duration;
 
@@ -16,8 +17,8 @@ const KIND: u64 = 6;
 const WINDOW_MS: u32 = 1000;
 /// Requests it takes at most until the user is over its limit of one.
 const REQUESTS_MAX: u32 = 5;
-/// What the log may take beside the window to tell what was used; and for how long replicated time may
-/// stand after clocks were set right: until the stamps agree, and what a stamp may be late.
+/// What the log may take beside the window to tell what was used; and for how long replicated time
+/// may stand after clocks were set right: until the stamps agree, and what a stamp may be late.
 const LAG: Duration = Duration::from_millis(1000 + UNANIMOUS_MS + STAMP_LATE_MS_MAX);
 
 /// Blames the cluster where the user is refused still. I51.

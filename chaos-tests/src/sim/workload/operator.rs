@@ -89,8 +89,8 @@ fn name(command: &Command) -> &'static str {
     }
 }
 
-/// `is_plain`: nothing is charged by predictions or by the log, so that what is charged ahead can be told
-/// from outside.
+/// `is_plain`: nothing is charged by predictions or by the log, so that what is charged ahead can
+/// be told from outside.
 fn command(rng: &mut Rng, is_plain: bool) -> Command {
     match rng.below(20) {
         0..=5 => {

@@ -11,7 +11,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::sim::plan::BLOCK_SIZE;
 
-/// Messages that are repeated when asked for: few, so that a reader that is away for long loses some.
+/// Messages that are repeated when asked for: few, so that a reader that is away for long loses
+/// some.
 const REMEMBERED_MESSAGES_MAX: usize = 40;
 /// Blocks of the cache.
 const CAPACITY_BLOCKS: usize = 60;
@@ -66,8 +67,8 @@ impl PublisherRun {
         self.messages.iter().filter(move |it| it.seq >= seq)
     }
 
-    /// Takes a prompt in, and publishes what that changes; answers how many leading blocks were there,
-    /// and the message. `chain` is what the router calls the blocks of `ids`.
+    /// Takes a prompt in, and publishes what that changes; answers how many leading blocks were
+    /// there, and the message. `chain` is what the router calls the blocks of `ids`.
     pub(super) fn take(
         &mut self,
         chain: &[BlockHash],

@@ -14,8 +14,8 @@ use crate::oracle::observation::ReplicaRun;
 /// How ended the wait of a client that gave up.
 pub(super) const GAVE_UP: &str = "impatient";
 
-/// How a request ended for which there was no place in the queue, one that would have waited for too
-/// long, and one that did.
+/// How a request ended for which there was no place in the queue, one that would have waited for
+/// too long, and one that did.
 pub(super) const QUEUE_FULL: &str = "queue-full";
 pub(super) const TOO_LATE: &str = "too-late";
 pub(super) const WAITED_TOO_LONG: &str = "waited-too-long";
@@ -36,8 +36,8 @@ impl PendingWaits {
     }
 }
 
-/// Waits for a turn for so long. Who has left must not keep a place in the queue: it would be sent to an
-/// engine, or keep others from being.
+/// Waits for a turn for so long. Who has left must not keep a place in the queue: it would be sent
+/// to an engine, or keep others from being.
 pub(super) async fn admitted<C: AdmissionRequest>(
     desk: &ReplicaHandles,
     request: &Arc<C>,

@@ -1,12 +1,12 @@
 //! The block pool of a vLLM v1 engine: which blocks a prompt finds, takes, and leaves behind.
 //!
-//! Source: vLLM `v1/core/block_pool.py`, `kv_cache_manager.py` and `single_type_kv_cache_manager.py`.
-//! Blocks carry a reference count; those without a reference wait in a queue, still cached, from
-//! whose head new blocks are taken (that is the eviction) and to whose tail a finished request
-//! appends its blocks in reverse, so that the deepest go first. Blocks that hold nothing findable go
-//! to the head instead (vLLM 0.24 and later). Full blocks only; one hash may live in several physical
-//! blocks, for a prompt of exactly `k` blocks computes its last block anew. Block 0 is set aside at
-//! the start, as vLLM's null block is.
+//! Source: vLLM `v1/core/block_pool.py`, `kv_cache_manager.py` and
+//! `single_type_kv_cache_manager.py`. Blocks carry a reference count; those without a reference
+//! wait in a queue, still cached, from whose head new blocks are taken (that is the eviction) and
+//! to whose tail a finished request appends its blocks in reverse, so that the deepest go first.
+//! Blocks that hold nothing findable go to the head instead (vLLM 0.24 and later). Full blocks
+//! only; one hash may live in several physical blocks, for a prompt of exactly `k` blocks computes
+//! its last block anew. Block 0 is set aside at the start, as vLLM's null block is.
 //!
 //! What enters and leaves the cache is noted as [`BlockEvent`]s, in the order vLLM publishes them.
 

@@ -1,9 +1,10 @@
 //! KV events as vLLM publishes them over ZeroMQ: which blocks the cache holds.
 //!
 //! Source: vLLM's `distributed/kv_events.py` and streams recorded from 0.12 and 0.32. A PUB socket
-//! sends topic, sequence number and payload; numbers begin at 0 with each run. A ROUTER socket repeats
-//! the last ten thousand from a number on. A subscriber that does not keep up loses what exceeds its
-//! queue. [`PublisherFaults`] break the PUB side on purpose; replays are always complete.
+//! sends topic, sequence number and payload; numbers begin at 0 with each run. A ROUTER socket
+//! repeats the last ten thousand from a number on. A subscriber that does not keep up loses what
+//! exceeds its queue. [`PublisherFaults`] break the PUB side on purpose; replays are always
+//! complete.
 
 mod encode;
 mod faults;

@@ -1,8 +1,8 @@
 //! The engine's HTTP surface: vLLM's routes, one connection task each.
 //!
 //! A client that leaves is noticed while a handler waits as well as while it streams: its future or
-//! body is dropped, which aborts the request in the scheduler. Idle connections are closed after the
-//! keep-alive time, as uvicorn does under vLLM.
+//! body is dropped, which aborts the request in the scheduler. Idle connections are closed after
+//! the keep-alive time, as uvicorn does under vLLM.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

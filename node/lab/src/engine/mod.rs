@@ -1,4 +1,5 @@
-//! An emulated vLLM engine: a real prefix cache and scheduler with modelled time, behind vLLM's HTTP.
+//! An emulated vLLM engine: a real prefix cache and scheduler with modelled time, behind vLLM's
+//! HTTP.
 //!
 //! It lets a cluster be tried, tested and measured where there is no GPU. What decides about prefix
 //! hits is not modelled but done: block hashes, reference counts, the order of eviction, queueing

@@ -7,8 +7,9 @@
 //! computed anew. Blocks are registered in the cache when they are *scheduled* full.
 //!
 //! A step takes `prefill tokens / rate` plus, when anything decodes, `decode * (1 + batch / 64)`:
-//! prefill is bound by arithmetic and shared by the batch; decoding is bound by reading the weights,
-//! with a part that grows with the batch. No clock is read here: the driver waits the time out.
+//! prefill is bound by arithmetic and shared by the batch; decoding is bound by reading the
+//! weights, with a part that grows with the batch. No clock is read here: the driver waits the time
+//! out.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;

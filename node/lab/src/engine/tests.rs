@@ -1,4 +1,5 @@
-//! The engine over real sockets: vLLM's shapes, the cache as `usage` tells it, and clients that leave.
+//! The engine over real sockets: vLLM's shapes, the cache as `usage` tells it, and clients that
+//! leave.
 
 use std::time::Duration;
 

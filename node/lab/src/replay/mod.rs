@@ -1,8 +1,8 @@
 //! Load: recorded traces and made-up chats, sent to replicas or engines, and what came back.
 //!
 //! `quorate replay` drives a trace ([`trace`]); dev mode and the tests use the same generator
-//! ([`load`]) with chats of several users ([`chats`]). The hit rate reported is the engines' own, from
-//! `usage.prompt_tokens_details.cached_tokens`; what the router predicted stands beside it.
+//! ([`load`]) with chats of several users ([`chats`]). The hit rate reported is the engines' own,
+//! from `usage.prompt_tokens_details.cached_tokens`; what the router predicted stands beside it.
 
 mod args;
 pub mod chats;

@@ -2,9 +2,9 @@
 //! fresh replicas and fresh emulated engines in this process, and one table of what came of it.
 //!
 //! Replicas and engines are those of `quorate dev`; the replicas come through a port
-//! ([`ClusterUnderTest`]), as this crate does not know the router. What is compared is the policies,
-//! not the machine: engines only wait where a GPU would work, and as long as the load generator keeps
-//! up (`late`) so do they.
+//! ([`ClusterUnderTest`]), as this crate does not know the router. What is compared is the
+//! policies, not the machine: engines only wait where a GPU would work, and as long as the load
+//! generator keeps up (`late`) so do they.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -28,8 +28,8 @@ pub(super) const EVERY_POLICY: &str = "all";
 
 /// Replicas that a comparison starts for each policy and stops after it.
 pub trait ClusterUnderTest: Sized {
-    /// Starts replicas with these settings in their config, `section.key=value` each, and waits until
-    /// all of them route requests to `backends`.
+    /// Starts replicas with these settings in their config, `section.key=value` each, and waits
+    /// until all of them route requests to `backends`.
     fn start(
         settings: &[String],
         backends: &[BackendSpec],

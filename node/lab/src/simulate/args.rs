@@ -116,7 +116,7 @@ struct DemandArgs {
     /// Maximum number of requests
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
-    /// Scale a trace's lengths by this factor: 1/16
+    /// Multiply the lengths in a trace by this fraction, such as 1/16
     #[arg(long, value_name = "FRACTION", default_value = "1")]
     scale: LengthScale,
     /// Number of users

@@ -1,5 +1,5 @@
-//! Runs the cases of a comparison, as many at a time as there are cores. Each case is a simulation of
-//! its own, so which thread runs it when changes nothing.
+//! Runs the cases of a comparison, as many at a time as there are cores. Each case is a simulation
+//! of its own, so which thread runs it when changes nothing.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

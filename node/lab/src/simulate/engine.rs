@@ -84,7 +84,8 @@ impl SimEngine {
         }
     }
 
-    /// Takes a request in. One that could never fit is the caller's to refuse ([`SimEngine::fits`]).
+    /// Takes a request in. One that could never fit is the caller's to refuse
+    /// ([`SimEngine::fits`]).
     pub fn submit(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32) {
         match &mut self.model {
             EngineTiming::Continuous {

@@ -1,4 +1,5 @@
-//! `quorate simulate`: a seeded discrete-event simulation of a cluster, its engines and its clients.
+//! `quorate simulate`: a seeded discrete-event simulation of a cluster, its engines and its
+//! clients.
 //!
 //! What decides is production code: the replicated state with its log commands, the published view,
 //! the policies, the outbox and overlay of unapplied leases, the load table, the admission queue,

@@ -57,8 +57,8 @@ const KINDS: [(&str, ClientModel); 3] = [
 /// Runs of each kind.
 const RUNS_OF_KIND: usize = 3;
 
-/// The cases: the capacity, and for each kind of clients full load, ten times that, and a quiet time
-/// before and after ten times that.
+/// The cases: the capacity, and for each kind of clients full load, ten times that, and a quiet
+/// time before and after ten times that.
 #[must_use]
 pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
     let mut cases = vec![ComparisonCase {
@@ -196,8 +196,8 @@ fn times(full: &RunReport, ten: &RunReport) -> ExperimentResult {
     }
 }
 
-/// From [`RECOVERY`] after the load on it is as before: in the mean of the steps' medians, and in what
-/// is served. While those still come who try again, and the engines are full, as at full load.
+/// From [`RECOVERY`] after the load on it is as before: in the mean of the steps' medians, and in
+/// what is served. While those still come who try again, and the engines are full, as at full load.
 fn recovery(full: &RunReport, step: &RunReport) -> ExperimentResult {
     let curves = &step.curves;
     let third = curves.ended.len() / 3;

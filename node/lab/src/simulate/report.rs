@@ -102,8 +102,8 @@ pub struct RunReport {
     pub gap_bound: Option<f64>,
     /// `U` of the bound: price of the largest request.
     pub largest_request: u64,
-    /// `X`: most that a user had used and not been charged in some replica's eyes, with the most that
-    /// its dispatched requests had yet to make.
+    /// `X`: most that a user had used and not been charged in some replica's eyes, with the most
+    /// that its dispatched requests had yet to make.
     pub uncharged: u64,
     /// `G`: the gate's highest slack.
     pub slack: u64,

@@ -40,7 +40,7 @@ pub struct SimTally {
     pub cached_tokens: u64,
     /// Of these, predicted to be.
     pub predicted_tokens: u64,
-    /// Tokens made.
+    /// Output tokens generated.
     pub output_tokens: u64,
     /// Tokens served before the horizon: computed prompt tokens and output tokens.
     pub tokens_in_time: u64,

@@ -15,7 +15,7 @@ const TAG_BYTES: usize = 16;
 /// Bytes read from the socket at once, at most.
 const READ_BYTES: usize = 16 * 1024;
 
-/// See the module.
+/// A byte stream, encrypted with Noise.
 pub(super) struct EncryptedStream<S> {
     stream: S,
     noise: TransportState,

@@ -19,7 +19,8 @@ pub struct PublisherFaults {
     reorder: f64,
     /// Share of messages that leave twice.
     duplicate: f64,
-    /// Every so many messages the engine restarts, as soon as it is idle: empty cache, numbers from 0.
+    /// Every so many messages the engine restarts, as soon as it is idle: empty cache, numbers from
+    /// 0.
     restart_after: Option<u64>,
     /// Every so many messages the cache is reset, as soon as the engine is idle.
     clear_after: Option<u64>,

@@ -1,9 +1,9 @@
 //! Recorded traces: when requests came, how long they were, and which beginnings they shared.
 //!
-//! Three formats are read, told apart by their first line; each is a `TraceFormat`. A trace says lengths
-//! in tokens; here a token is four bytes of text ([`crate::engine::text`]). Traces that name blocks
-//! (Mooncake: 512 tokens each) get one text per block id, so equal ids are equal text and equal
-//! beginnings are equal beginnings; other traces get a text of its own for each request.
+//! Three formats are read, told apart by their first line; each is a `TraceFormat`. A trace says
+//! lengths in tokens; here a token is four bytes of text ([`crate::engine::text`]). Traces that
+//! name blocks (Mooncake: 512 tokens each) get one text per block id, so equal ids are equal text
+//! and equal beginnings are equal beginnings; other traces get a text of its own for each request.
 //!
 //! `scale` multiplies lengths and block size alike, which keeps the structure of shared prefixes
 //! while the machine's load shrinks.

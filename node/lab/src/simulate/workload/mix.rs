@@ -1,8 +1,9 @@
-//! Generated workloads: prompts of a common beginning, a group's beginning, and an end of their own.
+//! Generated workloads: prompts of a common beginning, a group's beginning, and an end of their
+//! own.
 //!
-//! One generator with parameters makes all of them: `shared-prefix` has groups, `one-hot` sends most
-//! requests to one of them, `templated` puts one beginning before all groups, `burst` sends many
-//! times faster for a while.
+//! One generator with parameters makes all of them: `shared-prefix` has groups, `one-hot` sends
+//! most requests to one of them, `templated` puts one beginning before all groups, `burst` sends
+//! many times faster for a while.
 
 use std::sync::Arc;
 

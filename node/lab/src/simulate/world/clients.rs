@@ -66,7 +66,8 @@ impl SimWorld<'_> {
         self.pump(place);
     }
 
-    /// A request may not wait; its client is told when to come back.
+    /// Refuses a request that the queue does not take. Its client retries after `wait_ms` if it has
+    /// tries left.
     pub(super) fn turn_away(&mut self, request: usize, wait_ms: u64) {
         let asked = &mut self.requests[request];
         asked.stage = RequestStage::Ended;

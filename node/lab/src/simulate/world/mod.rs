@@ -151,8 +151,8 @@ pub struct SimOutcome {
     pub events: u64,
     /// Requests that engines preempted.
     pub preemptions: u64,
-    /// Most that a user had used and not been charged in some replica's eyes, with the most that its
-    /// dispatched requests had yet to make; priced tokens at weight 1.
+    /// Most that a user had used and not been charged in some replica's eyes, with the most that
+    /// its dispatched requests had yet to make; priced tokens at weight 1.
     pub uncharged: u64,
     /// The gate's highest slack, in the same unit.
     pub slack: u64,
