@@ -15,8 +15,8 @@
 //! [`BELIEVED_MS_MAX`].
 //!
 //! Old stamps do not always mean that the calendar was set back: commands proposed on one side of a
-//! partition arrive late and all at once. A stamp that reaches the former calendar therefore counts
-//! from there, less what was counted since.
+//! partition arrive late and all at once. For [`DOUBTED_MS_MAX`] a stamp that reaches the former
+//! calendar therefore counts from there, less what was counted since.
 //!
 //! Until the cluster turns pacing on ([`Command::PaceTime`](crate::command::Command::PaceTime)),
 //! time is the latest stamp, advanced by at most [`TIME_STEP_MS_MAX`] per command, as in builds
@@ -37,9 +37,11 @@ pub const UNANIMOUS_MS: u64 = 1000;
 /// Maximum advance when a calendar is believed to be set back, in milliseconds. The stamps that
 /// show it may be old and far apart.
 const BELIEVED_MS_MAX: u64 = 2 * UNANIMOUS_MS;
-/// Minimum step back of the calendar that is remembered, in milliseconds. For a smaller one,
-/// counting that much time twice is better than losing a step.
+/// Least time that could count twice, in milliseconds, for which a step back of the calendar is
+/// remembered. Below, counting it twice is better than losing a step.
 const SET_BACK_MS_MIN: u64 = 2000;
+/// How long a calendar that was set back may turn out to be the wrong one, in milliseconds.
+const DOUBTED_MS_MAX: u64 = 60 * 1000;
 /// Maximum advance at once, in milliseconds. No debt of a user lasts longer.
 const LEAP_MS_MAX: u64 = 600 * 24 * 60 * 60 * 1000;
 
@@ -69,7 +71,8 @@ pub(super) struct PacedTime {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
 struct SetBack {
     from_ms: u64,
-    to_ms: u64,
+    /// How much passed since.
+    counted_ms: u64,
 }
 
 /// Consecutive stamps that agree with one another.
@@ -150,12 +153,20 @@ impl PacedTime {
         if apart.last_ms >= self.stamp_ms {
             return self.go_on(apart.last_ms);
         }
-        let passed_ms = (apart.last_ms - apart.first_ms).min(BELIEVED_MS_MAX);
-        let by_ms = self.stamp_ms - apart.last_ms;
-        self.set_back = (by_ms >= SET_BACK_MS_MIN).then_some(SetBack {
-            from_ms: self.stamp_ms,
-            to_ms: apart.last_ms - passed_ms,
-        });
+        let seen_ms = apart.last_ms.saturating_sub(apart.first_ms);
+        let passed_ms = seen_ms.min(BELIEVED_MS_MAX);
+        let back_ms = self.stamp_ms - apart.last_ms;
+        match &mut self.set_back {
+            // The calendar before the first of them may still be the right one.
+            Some(open) => open.counted_ms = open.counted_ms.saturating_add(passed_ms),
+            None if back_ms.saturating_add(passed_ms) < SET_BACK_MS_MIN => {}
+            None => {
+                self.set_back = Some(SetBack {
+                    from_ms: self.stamp_ms,
+                    counted_ms: passed_ms,
+                });
+            }
+        }
         self.stamp_ms = apart.last_ms;
         passed_ms
     }
@@ -163,14 +174,18 @@ impl PacedTime {
     /// Advances the calendar to a stamp, if that is later, and returns how much time passed, in
     /// milliseconds.
     fn go_on(&mut self, stamped_ms: u64) -> u64 {
-        let last_ms = self.stamp_ms;
-        self.stamp_ms = last_ms.max(stamped_ms);
-        let passed_ms = match self.set_back.take_if(|it| stamped_ms >= it.from_ms) {
-            Some(back) => {
-                let counted_ms = last_ms.saturating_sub(back.to_ms);
-                (stamped_ms - back.from_ms).saturating_sub(counted_ms)
+        let step_ms = stamped_ms.saturating_sub(self.stamp_ms);
+        self.stamp_ms = self.stamp_ms.max(stamped_ms);
+        let passed_ms = match self.set_back.take() {
+            Some(back) if stamped_ms >= back.from_ms => {
+                (stamped_ms - back.from_ms).saturating_sub(back.counted_ms)
             }
-            None => stamped_ms.saturating_sub(last_ms),
+            Some(mut back) => {
+                back.counted_ms = back.counted_ms.saturating_add(step_ms);
+                self.set_back = (back.counted_ms <= DOUBTED_MS_MAX).then_some(back);
+                step_ms
+            }
+            None => step_ms,
         };
         passed_ms.min(LEAP_MS_MAX)
     }
@@ -251,6 +266,29 @@ mod tests {
         let burst = passes(&mut time, &[-2000, -1000, -500, 0, 4500, 4600]);
         assert_eq!(burst, [0, 1000, 500, 500, 0, 100]);
         assert_eq!((time.now_ms, time.lead_ms()), (START + 5600, 1000));
+    }
+
+    #[test]
+    fn two_bursts_of_late_stamps_count_no_more_than_one() {
+        for second in [[-62_000, -60_500], [-60_100, -59_050]] {
+            let mut time = paced();
+            assert_eq!(passes(&mut time, &[-60_000, -58_000]), [0, 2000]);
+            passes(&mut time, &second);
+            passes(&mut time, &[1000, 2000, 6000]);
+            let ahead_ms = time.now_ms - START - 6000;
+            assert!(ahead_ms <= BELIEVED_MS_MAX, "{ahead_ms} after {second:?}");
+        }
+    }
+
+    #[test]
+    fn a_calendar_that_was_set_back_is_believed_after_a_minute() {
+        let mut time = paced();
+        let back = -(DAY as i64);
+        for at in (0..=62_000).step_by(500) {
+            passes(&mut time, &[back + at]);
+        }
+        assert_eq!(time.now_ms, START + 62_000);
+        assert_eq!(passes(&mut time, &[1000, 2000]), [0, DAY - 60_000]);
     }
 
     #[test]

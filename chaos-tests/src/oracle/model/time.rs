@@ -10,8 +10,10 @@ const AHEAD_MS: u64 = 60_000;
 const BELIEVED_MS: u64 = 1000;
 /// Of what the stamps lie apart that set a calendar back, most that passes.
 const TRUSTED_MS: u64 = 2000;
-/// A calendar set back by less is forgotten.
+/// A calendar set back is forgotten where less than this could count twice.
 const SLIGHT_MS: u64 = 2000;
+/// For so long a calendar that was set back may be the wrong one.
+const DOUBTED_MS: u64 = 60_000;
 /// Most that passes at once.
 const LEAP_MS: u64 = 600 * 24 * HOUR_MS;
 
@@ -24,7 +26,7 @@ pub struct ModelTime {
     calendar_ms: Option<u64>,
     /// Stamps since that do not fit it, but each other.
     odd: Vec<u64>,
-    /// What the calendar showed before it was set back, and to what that was.
+    /// What the calendar showed before it was set back, and how much passed since.
     back: Option<(u64, u64)>,
 }
 
@@ -60,8 +62,10 @@ impl ModelTime {
         let reached_ms = self.odd.iter().copied().max().unwrap_or(newest_ms);
         if reached_ms < calendar_ms {
             let passed_ms = (reached_ms - first_ms).min(TRUSTED_MS);
-            let is_remembered = calendar_ms - reached_ms >= SLIGHT_MS;
-            self.back = is_remembered.then_some((calendar_ms, reached_ms - passed_ms));
+            let twice_ms = (calendar_ms - reached_ms).saturating_add(passed_ms);
+            let fresh = (twice_ms >= SLIGHT_MS).then_some((calendar_ms, 0));
+            let back = self.back.or(fresh);
+            self.back = back.map(|(from_ms, since_ms)| (from_ms, since_ms + passed_ms));
             self.calendar_ms = Some(reached_ms);
             self.now_ms = self.now_ms.saturating_add(passed_ms);
         } else {
@@ -75,13 +79,16 @@ impl ModelTime {
 
     fn go_on(&mut self, was_ms: u64, is_ms: u64) {
         let mut passed_ms = is_ms - was_ms;
-        if let Some((from_ms, to_ms)) = self.back
-            && is_ms >= from_ms
-        {
-            // The former calendar was right: of the time since, this much was counted.
-            let counted_ms = was_ms.saturating_sub(to_ms);
-            passed_ms = (is_ms - from_ms).saturating_sub(counted_ms);
-            self.back = None;
+        if let Some((from_ms, since_ms)) = self.back {
+            let since_after_ms = since_ms.saturating_add(passed_ms);
+            if is_ms >= from_ms {
+                // The former calendar was right: of the time since, this much was counted.
+                passed_ms = (is_ms - from_ms).saturating_sub(since_ms);
+                self.back = None;
+            } else {
+                let is_doubted = since_after_ms <= DOUBTED_MS;
+                self.back = is_doubted.then_some((from_ms, since_after_ms));
+            }
         }
         self.calendar_ms = Some(is_ms);
         self.now_ms = self.now_ms.saturating_add(passed_ms.min(LEAP_MS));
