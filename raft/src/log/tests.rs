@@ -173,6 +173,24 @@ async fn a_failed_disk_is_never_written_again() {
 }
 
 #[tokio::test]
+async fn a_disk_that_panics_has_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = MemoryDisk::with_sync(|| panic!("on purpose"));
+    let fault = FatalError::new();
+    let storage = Storage::Memory(disk);
+    let mut log = storage
+        .open_log(&Layout::new(folder.path()), fault.clone())
+        .unwrap();
+    let error = log.blocking_append(entries(1, 0..1, 1)).await.unwrap_err();
+    assert!(error.to_string().contains("panicked"), "{error}");
+    assert_eq!(
+        fault.get().as_deref(),
+        Some("log: the log's writer panicked")
+    );
+    assert!(log.save_vote(&Vote::new(2, 1)).await.is_err());
+}
+
+#[tokio::test]
 async fn a_full_disk_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
     let (disk, fault) = (MemoryDisk::new(), FatalError::new());

@@ -7,6 +7,7 @@
 //! shortage that passes costs no restart. An error after something was written is final.
 
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -215,12 +216,12 @@ impl WriterShared {
             backoff.pause(&self.stop).await;
         }
         self.watch.before(changes);
-        self.is_final(self.disk.write(changes))?;
-        let delay = self.is_final(self.disk.sync_delay())?;
+        self.guarded(|| self.disk.write(changes))?;
+        let delay = self.guarded(|| self.disk.sync_delay())?;
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
-        self.is_final(self.disk.sync())?;
+        self.guarded(|| self.disk.sync())?;
         self.watch.after(changes);
         Ok(())
     }
@@ -256,6 +257,13 @@ impl WriterShared {
             }
             Err(error) => self.is_final(Err(error)),
         }
+    }
+
+    /// Takes a panic of the disk, such as one inside sled, for an error: what waits for the write is
+    /// then answered.
+    fn guarded<T>(&self, work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        let result = catch_unwind(AssertUnwindSafe(work));
+        self.is_final(result.unwrap_or_else(|_| Err(io::Error::other(PANICKED))))
     }
 
     /// After an error of the disk nothing is written any more.
