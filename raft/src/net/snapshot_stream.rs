@@ -158,11 +158,9 @@ impl PartialFile {
         Self(Some(file))
     }
 
-    /// Removes the file off the task, unlike a drop.
-    pub(crate) async fn remove(mut self, blocking: BlockingMode) {
-        if let Some(file) = self.0.take() {
-            remove(&file, blocking).await;
-        }
+    /// Leaves the file in place: it has a user now.
+    pub(crate) fn hand_over(mut self) {
+        self.0 = None;
     }
 }
 

@@ -203,14 +203,21 @@ impl Peer for PeerRpc {
             }
             written = write_parts(&snapshot, head, parts, self.0.blocking) => written?,
         }
-        let answer = self
-            .0
-            .raft
-            .install_full_snapshot(vote, ServedSnapshot { meta, snapshot })
-            .await
-            .map_err(stopped)?;
-        // If it was installed it has another name by now; if it was too old it was not wanted.
-        file.remove(self.0.blocking).await;
+        // From here on the file is Raft's: it is installed even if this call is dropped, as it is when
+        // the connection breaks.
+        file.hand_over();
+        let inner = self.0.clone();
+        let installed = self.0.tasks.spawn(async move {
+            let served = ServedSnapshot {
+                meta,
+                snapshot: snapshot.clone(),
+            };
+            let answer = inner.raft.install_full_snapshot(vote, served).await;
+            // If it was installed it has another name by now; if it was too old it was not wanted.
+            snapshot_stream::remove(&snapshot, inner.blocking).await;
+            answer
+        });
+        let answer = installed.await.map_err(stopped)?.map_err(stopped)?;
         Ok(Response::new(proto::SnapshotResponse {
             vote: Some(answer.vote.into()),
         }))
