@@ -11,42 +11,138 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use chaos_tests::processes::load::{LoadOptions, RunningLoad};
 use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use http::Method;
-use lab::replay::chats::ChatsOptions;
 use node::json_client::JsonClient;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
-/// Together the chats need more blocks than the engines have.
-const LOAD: LoadOptions = LoadOptions {
-    senders: 3,
-    pause: Duration::from_millis(1),
-    timeout: ANSWER_TIMEOUT,
-    chats: ChatsOptions {
-        users: 1,
-        chats: 36,
-        systems: 3,
-        system_bytes: 400,
-        message_bytes: 600,
-        reply_tokens: 32,
-        turns: 6,
-        seed: 7,
-    },
-};
+/// Chats under way: together they need more blocks than the engines have.
+const CHATS: usize = 36;
+/// Turns after which a chat begins anew.
+const TURNS: usize = 6;
 /// Requests before the reader is killed, and as many after.
 const REQUESTS: u64 = 150;
+/// Requests sent at the same time.
+const IN_FLIGHT: usize = 3;
 /// Tokens of an engine's block.
 const BLOCK: u64 = 32;
 /// Blocks that an engine of 320 holds at least once it has evicted: some hold nothing findable, and
 /// some the same.
 const ENGINE_BLOCKS_FULL: u64 = 240;
-/// Prompts of the last requests that beliefs are compared for.
-const PROMPTS: usize = 36;
 /// Longest wait for one answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Predictions that must be right, in hundredths.
 const RIGHT_PERCENT_MIN: u64 = 99;
+
+/// What came of a request.
+struct Answer {
+    /// Blocks that were predicted to be found.
+    predicted: u64,
+    /// Tokens that were found.
+    cached: u64,
+    reply: String,
+}
+
+async fn ask(client: &JsonClient, replica: &str, body: &Value) -> anyhow::Result<Answer> {
+    let url = format!("{replica}/v1/chat/completions");
+    let answer = client.send(Method::POST, &url, Some(body)).await?;
+    let prefix = answer.headers.get("x-quorate-prefix");
+    let prefix = prefix.and_then(|it| it.to_str().ok()?.split_once('/'));
+    let answer = answer.success().with_context(|| url)?;
+    let message = &answer["choices"][0]["message"]["content"];
+    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+    Ok(Answer {
+        predicted: prefix.context("no prediction")?.0.parse()?,
+        cached: cached.as_u64().context("no cached_tokens")?,
+        reply: message.as_str().context("no reply")?.to_owned(),
+    })
+}
+
+/// The load as it goes.
+struct Load<'a> {
+    http: &'a JsonClient,
+    /// Where replicas serve clients; `None` while one is down.
+    replicas: RefCell<Vec<Option<String>>>,
+    chats: RefCell<Vec<Vec<Value>>>,
+    /// Chats that a request is under way for.
+    busy: RefCell<Vec<bool>>,
+    random: RefCell<SmallRng>,
+    ended: Cell<u64>,
+    right: Cell<u64>,
+    /// The bodies of the last requests, by chat.
+    bodies: RefCell<BTreeMap<usize, Value>>,
+}
+
+impl Load<'_> {
+    fn next(&self) -> (usize, String, Value) {
+        let mut random = self.random.borrow_mut();
+        let chat = loop {
+            let chat = random.random_range(0..CHATS);
+            if !self.busy.borrow()[chat] {
+                break chat;
+            }
+        };
+        self.busy.borrow_mut()[chat] = true;
+        let up: Vec<String> = self.replicas.borrow().iter().flatten().cloned().collect();
+        let replica = up[random.random_range(0..up.len())].clone();
+        let mut chats = self.chats.borrow_mut();
+        let messages = &mut chats[chat];
+        if messages.len() >= 2 * TURNS {
+            messages.clear();
+        }
+        if messages.is_empty() {
+            let system = format!("system {} ", chat % 3).repeat(40);
+            messages.push(json!({ "role": "system", "content": system }));
+        }
+        let text: String = (0..100)
+            .map(|_| format!("{:05} ", random.random_range(0..99_999)))
+            .collect();
+        messages.push(json!({ "role": "user", "content": text }));
+        let body = json!({ "model": "emulated", "messages": messages, "max_tokens": 32 });
+        (chat, replica, body)
+    }
+
+    async fn one(&self) -> anyhow::Result<()> {
+        let (chat, replica, body) = self.next();
+        self.bodies.borrow_mut().insert(chat, body.clone());
+        match ask(self.http, &replica, &body).await {
+            Ok(answer) => {
+                let is_right = answer.predicted * BLOCK == answer.cached;
+                self.right.set(self.right.get() + u64::from(is_right));
+                let reply = json!({ "role": "assistant", "content": answer.reply });
+                self.chats.borrow_mut()[chat].push(reply);
+                self.ended.set(self.ended.get() + 1);
+            }
+            Err(error) => {
+                let is_up = self
+                    .replicas
+                    .borrow()
+                    .iter()
+                    .flatten()
+                    .any(|it| *it == replica);
+                ensure!(!is_up, "a replica that is up failed: {error:#}");
+                // It died with the request: the turn is asked anew.
+                self.chats.borrow_mut()[chat].pop();
+            }
+        }
+        self.busy.borrow_mut()[chat] = false;
+        Ok(())
+    }
+
+    async fn run_to(&self, goal: u64) -> anyhow::Result<()> {
+        let lane = async || {
+            while self.ended.get() < goal {
+                self.one().await?;
+            }
+            anyhow::Ok(())
+        };
+        let [a, b, c]: [_; IN_FLIGHT] = [lane(), lane(), lane()];
+        tokio::try_join!(a, b, c)?;
+        Ok(())
+    }
+}
 
 /// Mode and reader of every engine's ownership, as one replica shows them.
 async fn ownership(cluster: &ProcessCluster, replica: usize) -> anyhow::Result<Vec<(String, u64)>> {
@@ -75,10 +171,10 @@ async fn check_beliefs(
     http: &JsonClient,
     admin: SocketAddr,
     engines: &BTreeMap<String, String>,
-    bodies: &[Value],
+    bodies: &BTreeMap<usize, Value>,
 ) -> anyhow::Result<u64> {
     let mut compared = 0;
-    for body in bodies {
+    for body in bodies.values() {
         let asked = json!({ "path": "/v1/chat/completions", "headers": {}, "body": body });
         let url = format!("http://{admin}/admin/v1/explain");
         let explained = http.call(Method::POST, &url, Some(&asked)).await?;
@@ -125,9 +221,8 @@ async fn start() -> anyhow::Result<ProcessCluster> {
 async fn check_at_rest(
     cluster: &ProcessCluster,
     witness: usize,
-    bodies: &[Value],
+    load: &Load<'_>,
 ) -> anyhow::Result<u64> {
-    let http = JsonClient::new(ANSWER_TIMEOUT);
     let backends = cluster.ask(witness, "/admin/v1/backends").await?;
     let backends = backends["backends"].as_array().context("no backends")?;
     let engine = |it: &Value| {
@@ -138,11 +233,12 @@ async fn check_at_rest(
     };
     let engines: BTreeMap<String, String> = backends.iter().filter_map(engine).collect();
     let admin = cluster.admin_addr(witness);
+    let bodies = load.bodies.borrow().clone();
     // The last events may be on their way.
     let (compared, last) = (Cell::new(0), RefCell::new(None));
     let settled = until(
         "beliefs and caches are the same",
-        async || match check_beliefs(&http, admin, &engines, bodies).await {
+        async || match check_beliefs(load.http, admin, &engines, &bodies).await {
             Ok(count) => {
                 compared.set(count);
                 Ok(true)
@@ -160,7 +256,7 @@ async fn check_at_rest(
     for url in engines.values() {
         let body = json!({ "model": "emulated", "prompt": "" });
         let url = format!("{url}/debug/prefix");
-        let held = http.call(Method::POST, &url, Some(&body)).await?;
+        let held = load.http.call(Method::POST, &url, Some(&body)).await?;
         let held = held["cached_hashes"].as_u64().context("no count")?;
         ensure!(
             held >= ENGINE_BLOCKS_FULL,
@@ -174,37 +270,50 @@ async fn check_at_rest(
 async fn another_replica_reads_on_and_nothing_is_wrongly_owned() -> anyhow::Result<()> {
     let mut cluster = start().await?;
     wait_exact(&cluster, 0, 0).await?;
-    let load = RunningLoad::start(&cluster, LOAD);
-    load.after(REQUESTS).await?;
+    let http = JsonClient::new(ANSWER_TIMEOUT);
+    let urls = (0..cluster.replicas()).map(|number| Some(cluster.data_url(number).to_owned()));
+    let load = Load {
+        http: &http,
+        replicas: RefCell::new(urls.collect()),
+        chats: RefCell::new(vec![Vec::new(); CHATS]),
+        busy: RefCell::new(vec![false; CHATS]),
+        random: RefCell::new(SmallRng::seed_from_u64(7)),
+        ended: Cell::new(0),
+        right: Cell::new(0),
+        bodies: RefCell::default(),
+    };
+    load.run_to(REQUESTS).await?;
 
     // The reader of the first engine goes in the middle of the load.
     let reader = ownership(&cluster, 0).await?[0].1;
     let killed = usize::try_from(reader)? - 1;
     let witness = (killed + 1) % cluster.replicas();
-    cluster.kill(killed)?;
-    let since = Instant::now();
-    wait_exact(&cluster, witness, reader).await?;
-    let took = since.elapsed();
-    load.after(REQUESTS).await?;
-    let book = load.stop().await?;
+    let took = Cell::new(None);
+    let goal = 2 * REQUESTS;
+    let under_load = load.run_to(goal);
+    let failover = async {
+        load.replicas.borrow_mut()[killed] = None;
+        cluster.kill(killed)?;
+        let since = Instant::now();
+        wait_exact(&cluster, witness, reader).await?;
+        took.set(Some(since.elapsed()));
+        anyhow::Ok(())
+    };
+    tokio::try_join!(under_load, failover)?;
 
-    ensure!(book.failed == 0, "{:?}", book.failures);
-    let ended = book.predictions.len();
-    let is_right = |(matched, cached): &&(u64, u64)| matched * BLOCK == *cached;
-    let right = book.predictions.iter().filter(is_right).count();
+    let (right, ended) = (load.right.get(), load.ended.get());
     ensure!(
-        ended as u64 >= 2 * REQUESTS && right as u64 * 100 >= ended as u64 * RIGHT_PERCENT_MIN,
+        right * 100 >= ended * RIGHT_PERCENT_MIN,
         "{right} of {ended} predictions are what the engine found"
     );
-    let recent = book.recent(PROMPTS);
-    let bodies = recent.iter().map(|it| serde_json::from_slice(&it.body));
-    let bodies = bodies.collect::<Result<Vec<Value>, _>>()?;
     wait_exact(&cluster, witness, reader).await?;
     cluster.wait_idle().await?;
-    let compared = check_at_rest(&cluster, witness, &bodies).await?;
+    let compared = check_at_rest(&cluster, witness, &load).await?;
     cluster.stop();
     println!(
-        "{right} of {ended} predictions right; another replica was exact after {took:?}; {compared} beliefs compared"
+        "{right} of {ended} predictions right; another replica was exact after {:?}; {} beliefs compared",
+        took.get().unwrap_or_default(),
+        compared
     );
     Ok(())
 }

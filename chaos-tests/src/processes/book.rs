@@ -1,9 +1,9 @@
 //! Results of a load, and the user counters they imply.
 //!
-//! Every answer carries the usage that the engine told. A user's counters must grow by exactly the
-//! sum of these. Where a replica was killed, what it had not handed over yet went with it: of *its*
-//! users the charges lie between what was answered well before and that plus everything that may
-//! have been begun. What is found within such bounds is where the next account begins.
+//! Every answer carries the usage that the engine told. A user's counters must grow by exactly the sum
+//! of these. Where a replica was killed, what it had not handed over yet went with it: of *its* users
+//! the charges lie between what was answered well before and that plus everything that may have been
+//! begun. What is found within such bounds is where the next account begins.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -95,8 +95,6 @@ pub struct ClientLedger {
     pub failures: Vec<String>,
     /// Since [`ClientLedger::measure`].
     pub stall: LongestStall,
-    /// Of every answer that tells both: blocks predicted to be cached, and tokens that were.
-    pub predictions: Vec<(u64, u64)>,
     by_replica: BTreeMap<usize, u64>,
     last_answer: Option<Instant>,
     recent: VecDeque<AnsweredRequest>,
@@ -140,9 +138,6 @@ impl ClientLedger {
         self.stall.ttft = self.stall.ttft.max(answered.answer.ttft);
         let answer = &answered.answer;
         let cached = answer.cached_tokens.unwrap_or(0);
-        let prediction = answer.prefix.zip(answer.cached_tokens);
-        let prediction = prediction.map(|((matched, _), cached)| (matched, cached));
-        self.predictions.extend(prediction);
         let usage = UserTotals {
             requests: 1,
             uncached: answer.prompt_tokens.unwrap_or(0).saturating_sub(cached),
