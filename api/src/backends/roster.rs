@@ -76,11 +76,8 @@ impl<W> SlotTable<W> {
 
 /// Returns the backend in `slot` if it is the one at `url`.
 pub(super) fn backend_at<'a>(registry: &'a Registry, slot: Slot, url: &str) -> Option<&'a Backend> {
-    let place = registry
-        .backends
-        .binary_search_by_key(&slot, |backend| backend.handle.slot)
-        .ok()?;
-    Some(&registry.backends[place]).filter(|backend| backend.spec.url == url)
+    let backend = registry.backend(slot)?;
+    (backend.spec.url == url).then_some(backend)
 }
 
 /// One backend's time in its slot. Reports made through it after the backend has left have no

@@ -312,10 +312,7 @@ async fn send(
     let asked = sending.asked;
     let registry = proxy.view.registry();
     let backend = registry
-        .backends
-        .binary_search_by_key(&decision.backend.slot, |backend| backend.handle.slot)
-        .map(|at| &registry.backends[at])
-        .ok()
+        .backend(decision.backend.slot)
         .filter(|backend| backend.handle == decision.backend)
         .ok_or(SendError::Gone)?;
     let endpoint = proxy

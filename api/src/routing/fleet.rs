@@ -37,19 +37,12 @@ impl RoutingTable {
     }
 
     pub(super) fn meter(&self, backend: BackendRef) -> Option<Arc<BackendMeter>> {
-        let at = self.place(backend.slot)?;
+        let at = self.registry.place(backend.slot)?;
         (self.registry.backends[at].handle == backend).then(|| Arc::clone(&self.meters[at]))
     }
 
     pub(super) fn name(&self, at: usize) -> &Arc<str> {
         &self.names[at]
-    }
-
-    fn place(&self, slot: Slot) -> Option<usize> {
-        self.registry
-            .backends
-            .binary_search_by_key(&slot, |backend| backend.handle.slot)
-            .ok()
     }
 }
 

@@ -276,6 +276,21 @@ impl Registry {
         }
     }
 
+    /// Returns the index in `backends` of the backend in `slot`.
+    #[must_use]
+    pub fn place(&self, slot: Slot) -> Option<usize> {
+        let at = self
+            .backends
+            .binary_search_by_key(&slot, |it| it.handle.slot);
+        at.ok()
+    }
+
+    /// Returns the backend in `slot`.
+    #[must_use]
+    pub fn backend(&self, slot: Slot) -> Option<&Backend> {
+        self.place(slot).map(|at| &self.backends[at])
+    }
+
     /// Returns the condition of the ownership in `slot`. `None`: its KV events are not read, so
     /// ownership follows from leases.
     #[must_use]

@@ -236,11 +236,9 @@ impl SimReplica {
         }
         let registry = self.view.registry();
         let matches = self.candidates.iter_mut().map(|candidate| {
-            let found = registry
-                .backends
-                .binary_search_by_key(&candidate.slot, |it| it.handle.slot);
-            let at = found.expect("candidates are registered");
-            (registry.backends[at].handle, &mut candidate.matched)
+            let backend = registry.backend(candidate.slot);
+            let backend = backend.expect("candidates are registered");
+            (backend.handle, &mut candidate.matched)
         });
         self.overlay.extend(chain, matches);
     }
