@@ -494,19 +494,20 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         .map(|i| {
             router
                 .decider()
-                .decide(&ask(i))
+                .decide(&ask(i), tokio::time::Instant::now())
                 .expect("a backend is healthy")
         })
         .collect();
+    let now = tokio::time::Instant::now;
     let us = [
         time_us(|i| drop(parse(path, &bodies[i]))),
         time_us(|i| drop(router.reader().identify(&parsed[i]))),
-        time_us(|i| drop(router.decider().decide(&ask(i)))),
+        time_us(|i| drop(router.decider().decide(&ask(i), now()))),
         time_us(|i| {
             router
                 .dispatcher()
-                .dispatch(&decisions[i], &ask(i), DispatchTerms::default())
-                .end(AttemptEnd::Finished);
+                .dispatch(&decisions[i], &ask(i), DispatchTerms::default(), now())
+                .end(AttemptEnd::Finished, now());
         }),
     ];
     println!(

@@ -26,6 +26,7 @@ use state::RouterState;
 use state::command::{BackendSpec, Command, Envelope, Item, Lane, LeaseOutcome, Origin};
 use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::{CostSettings, PolicyConfig};
+use tokio::time::Instant;
 
 const BLOCK_BYTES: u32 = 128;
 const BLOCKS_ALL: usize = 1_000_000;
@@ -238,7 +239,7 @@ fn route(c: &mut Criterion) {
                     fleet
                         .router
                         .decider()
-                        .decide(&ask(black_box(identity)))
+                        .decide(&ask(black_box(identity)), Instant::now())
                         .is_ok()
                 });
             });
@@ -254,7 +255,7 @@ fn book(c: &mut Criterion) {
     let decision = fleet
         .router
         .decider()
-        .decide(&ask(&identity))
+        .decide(&ask(&identity), Instant::now())
         .expect("backends are healthy");
     c.bench_function("dispatch and end/512 blocks", |b| {
         b.iter(|| {
@@ -262,15 +263,19 @@ fn book(c: &mut Criterion) {
                 &decision,
                 &ask(&identity),
                 DispatchTerms::default(),
+                Instant::now(),
             );
-            attempt.first_byte();
-            attempt.output("some output text");
-            attempt.usage(Usage {
-                prompt_tokens: 16_384,
-                cached_tokens: Some(8192),
-                completion_tokens: 4,
-            });
-            attempt.end(AttemptEnd::Finished);
+            attempt.first_byte(Instant::now());
+            attempt.output("some output text", Instant::now());
+            attempt.usage(
+                Usage {
+                    prompt_tokens: 16_384,
+                    cached_tokens: Some(8192),
+                    completion_tokens: 4,
+                },
+                Instant::now(),
+            );
+            attempt.end(AttemptEnd::Finished, Instant::now());
         });
     });
 }
@@ -309,14 +314,15 @@ fn admit(c: &mut Criterion) {
             let decision = fleet
                 .router
                 .decider()
-                .decide(&asked)
+                .decide(&asked, Instant::now())
                 .expect("backends are healthy");
-            let attempt =
-                fleet
-                    .router
-                    .dispatcher()
-                    .dispatch(&decision, &asked, DispatchTerms::default());
-            attempt.end(AttemptEnd::NotRun);
+            let attempt = fleet.router.dispatcher().dispatch(
+                &decision,
+                &asked,
+                DispatchTerms::default(),
+                Instant::now(),
+            );
+            attempt.end(AttemptEnd::NotRun, Instant::now());
         });
     });
     let admission = Arc::new(Admission::new(Arc::clone(&fleet.router)));
@@ -324,7 +330,10 @@ fn admit(c: &mut Criterion) {
         b.iter(|| {
             let admitted = admission.admit(&request, &[]).now_or_never();
             let admitted = admitted.and_then(Result::ok).expect("nothing waits");
-            admitted.into_parts().1.end(AttemptEnd::NotRun);
+            admitted
+                .into_parts()
+                .1
+                .end(AttemptEnd::NotRun, Instant::now());
         });
     });
 }

@@ -309,7 +309,7 @@ impl ScrapedReplica {
     }
 
     fn backends(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
-        let registry = self.view.registry();
+        let (registry, now) = (self.view.registry(), Instant::now());
         let rows: Vec<BackendRow<'_>> = registry
             .backends
             .iter()
@@ -320,9 +320,9 @@ impl ScrapedReplica {
                     .record(backend.handle.slot)
                     .unwrap_or_default(),
                 served: self.view.service().get(backend.handle.slot).copied(),
-                is_circuit_open: self.backends.circuit(backend.handle).is_open,
+                is_circuit_open: self.backends.circuit(backend.handle, now).is_open,
                 here: self.load.here(backend.handle).running,
-                cluster: self.load.cluster(backend.handle, Instant::now()).running,
+                cluster: self.load.cluster(backend.handle, now).running,
             })
             .collect();
         page.gauges(

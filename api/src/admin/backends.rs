@@ -202,7 +202,7 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
                 owned_blocks,
                 ownership: OwnershipDetail::of(admin, backend, events),
                 service: admin.view.service().get(backend.handle.slot).copied(),
-                circuit: admin.backends.circuit(backend.handle),
+                circuit: admin.backends.circuit(backend.handle, now),
             }
             .show(backend)
         })

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use tokio::time::Instant;
 
 use super::AdminState;
 use super::answer::{Json, QueryParams, ReadLevel, ReadQuery, at_level, json};
@@ -79,7 +80,7 @@ pub(super) async fn explain(
         invalid(&field, why.to_string())
     })?;
     let user = UserName::bounded(would_be.user.as_deref().unwrap_or(ANONYMOUS));
-    let explanation = admin.router.explain(&RoutingRequest {
+    let ask = RoutingRequest {
         model: &parsed.model,
         identity: &identity,
         request_id: request_id.map_or("", |id| id.to_str().unwrap_or_default()),
@@ -88,7 +89,8 @@ pub(super) async fn explain(
         policy: preferences.policy.as_deref(),
         labels: &preferences.labels,
         excluded: &[],
-    });
+    };
+    let explanation = admin.router.explain(&ask, Instant::now());
     Ok(json(&ExplainResponse {
         read: match query.read {
             ReadLevel::Local => "local",

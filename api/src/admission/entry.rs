@@ -63,7 +63,7 @@ impl Drop for Admitted {
     /// Nobody took it: the client left while it was told. Nothing was sent.
     fn drop(&mut self) {
         if let Some(attempt) = self.attempt.take() {
-            attempt.end(AttemptEnd::NotRun);
+            attempt.end(AttemptEnd::NotRun, Instant::now());
         }
     }
 }

@@ -74,20 +74,20 @@ impl Admission {
         if let Some(entry) = line.entries.get_mut(&waiting.ticket) {
             // What there is no room for is told later.
             self.router.outbox().note(Item::Wait(wait));
-            entry.told = Some(Instant::now());
+            entry.told = Some(look.now);
         }
     }
 
     /// A request waits no more: the log is told, if it was told of it. Without a grant that was
     /// used, one that comes is handed on.
-    pub(super) fn tell_over(&self, entry: &Waiter) {
+    pub(super) fn tell_over(&self, entry: &Waiter, now: Instant) {
         if entry.told.is_none() {
             return;
         }
         let ticket = entry.ticket;
         self.router.outbox().note(Item::Leave { ticket });
         let back = ReturnedTicket {
-            at: Instant::now(),
+            at: now,
             is_settled: entry.granted.is_some(),
         };
         self.asking().back.insert(ticket, back);
@@ -99,8 +99,7 @@ impl Admission {
 
     /// Lets go whom the log has granted, tells it who waits and what room there is.
     pub(super) fn serve_granted(&self, line: &mut ModelQueue, model: ModelKey, look: &QueueScan) {
-        let grants = self.router.view().grants();
-        let now = Instant::now();
+        let (grants, now) = (self.router.view().grants(), look.now);
         self.tell_all(line, model, &grants, look);
         let open = self.use_grants(line, model, &grants, look);
         let waiting = line.queue.len();
@@ -116,7 +115,7 @@ impl Admission {
         } else {
             ended.min(GRANTS_MAX)
         };
-        let places = self.router.decider().free_places(&first.ask());
+        let places = self.router.decider().free_places(&first.ask(), now);
         let count = wanted.min(places.saturating_sub(open)).min(waiting as u64);
         if let Ok(count @ 1..) = u32::try_from(count) {
             self.router.outbox().note(Item::Grant { model, count });
@@ -133,7 +132,7 @@ impl Admission {
         grants: &GrantsView,
         look: &QueueScan,
     ) {
-        let (now, replica) = (Instant::now(), self.router.replica());
+        let (now, replica) = (look.now, self.router.replica());
         let is_due = |waiting: &&QueuedRequest| {
             let told = line.entries.get(&waiting.ticket).and_then(|it| it.told);
             told.is_none_or(|at| {
@@ -184,17 +183,16 @@ impl Admission {
                     entry.granted = Some(u64::from(wait.tokens));
                     self.metrics.grants.inc();
                 }
-                self.settle(entry, asked);
+                self.settle(entry, asked, look.now);
             }
         }
         open
     }
 
     /// Hands on what was granted to requests that are gone, and takes in what has ended.
-    pub(super) fn settle_grants(&self, lines: &ModelQueues) {
+    pub(super) fn settle_grants(&self, lines: &ModelQueues, now: Instant) {
         let grants = self.router.view().grants();
         let replica = self.router.replica();
-        let now = Instant::now();
         let mut asking = self.asking();
         for wait in grants.granted(replica) {
             let line = lines.by_model.get(&wait.model);

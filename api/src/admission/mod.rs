@@ -170,19 +170,20 @@ impl Admission {
                 AdmissionRejection::OverLimit(over)
             })?;
         }
+        let now = Instant::now();
         let may_go = !self.is_contended.load(Ordering::Acquire)
             || !excluded.is_empty()
-            || self.is_free(ask.model);
+            || self.is_free(ask.model, now);
         if may_go && !self.is_batching() {
-            match self.router.decider().decide(&ask) {
+            match self.router.decider().decide(&ask, now) {
                 Ok(decision) => {
-                    return Ok(self.dispatch(decision, &**candidate, None));
+                    return Ok(self.dispatch(decision, &**candidate, None, now));
                 }
                 Err(RoutingRejection::AtLimit) => {}
                 Err(why) => return Err(AdmissionRejection::NoBackend(why)),
             }
         }
-        let mut place = self.queue(candidate, excluded)?;
+        let mut place = self.queue(candidate, excluded, now)?;
         place.turn().await
     }
 
@@ -191,21 +192,23 @@ impl Admission {
         decision: Decision,
         candidate: &dyn AdmissionRequest,
         granted_tokens: Option<u64>,
+        now: Instant,
     ) -> Admitted {
         let ask = candidate.ask(&[]);
         let terms = DispatchTerms {
             tokens_max: candidate.tokens_max(),
             granted_tokens,
         };
-        let attempt = self.router.dispatcher().dispatch(&decision, &ask, terms);
+        let dispatcher = self.router.dispatcher();
+        let attempt = dispatcher.dispatch(&decision, &ask, terms, now);
         Admitted::new(decision, attempt)
     }
 
     /// Whether nothing waits for `model`, here or elsewhere.
-    fn is_free(&self, model: &str) -> bool {
+    fn is_free(&self, model: &str, now: Instant) -> bool {
         let key = self.model_key(model);
         let lines = self.lock();
-        let users = |gate: &Gate| gate.users(self.now_ms());
+        let users = |gate: &Gate| gate.users(self.ms_of(now));
         !lines.by_model.contains_key(&key) && lines.gates.get(&key).map_or(0, users) == 0
     }
 
@@ -217,15 +220,17 @@ impl Admission {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Milliseconds on the queues' clock.
-    fn now_ms(&self) -> u64 {
-        u64::try_from(self.epoch.elapsed().as_millis()).unwrap_or(u64::MAX)
+    /// A moment in milliseconds on the queues' clock.
+    fn ms_of(&self, now: Instant) -> u64 {
+        let passed = now.saturating_duration_since(self.epoch);
+        u64::try_from(passed.as_millis()).unwrap_or(u64::MAX)
     }
 
     fn queue<C: AdmissionRequest>(
         self: &Arc<Self>,
         candidate: &Arc<C>,
         excluded: &[Slot],
+        now: Instant,
     ) -> Result<QueueTicket, AdmissionRejection> {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let ask = candidate.ask(excluded);
@@ -241,14 +246,14 @@ impl Admission {
             ticket,
             candidate: Arc::clone(candidate) as Arc<dyn AdmissionRequest>,
             excluded: excluded.to_vec(),
-            since: Instant::now(),
+            since: now,
             wait: None,
             told: None,
             granted: None,
             answer,
         };
         if excluded.is_empty() {
-            let waiting = self.waiting(ticket, model, candidate);
+            let waiting = self.waiting(ticket, model, candidate, self.ms_of(now));
             self.join(model, waiting, entry)?;
         } else {
             self.rejoin(model, ticket, entry)?;
@@ -269,6 +274,7 @@ impl Admission {
         ticket: Ticket,
         model: ModelKey,
         candidate: &Arc<C>,
+        now_ms: u64,
     ) -> QueuedRequest {
         let ask = candidate.ask(&[]);
         let user = ask.user.key(self.router.view().registry().hash_seed);
@@ -280,7 +286,7 @@ impl Admission {
             ticket,
             user,
             priority: candidate.priority(),
-            arrived_ms: self.now_ms(),
+            arrived_ms: now_ms,
             input_tokens: ask.identity.tokens.saturating_sub(cached),
             predicted_output: predicted.tokens,
             bin: outputs.bin_of(model, predicted.tokens),
@@ -297,7 +303,7 @@ impl Admission {
         mut entry: Waiter,
     ) -> Result<(), AdmissionRejection> {
         let (rules, pricing) = self.rules();
-        let now_ms = self.now_ms();
+        let now_ms = waiting.arrived_ms;
         let mut lines = self.lock();
         if self.is_leaving.load(Ordering::Acquire) {
             self.metrics.left(LeaveReason::Leaving);
@@ -379,12 +385,13 @@ impl Admission {
 
     /// Takes a request out whose client has left; nothing when it has had its turn.
     fn leave(&self, model: ModelKey, ticket: Ticket) {
+        let now = Instant::now();
         let mut lines = self.lock();
         let Some(line) = lines.by_model.get_mut(&model) else {
             return;
         };
-        if let Some(entry) = line.left(ticket, self.now_ms()) {
-            self.tell_over(&entry);
+        if let Some(entry) = line.left(ticket, self.ms_of(now)) {
+            self.tell_over(&entry, now);
             self.metrics.waiting.dec();
             self.metrics.left(LeaveReason::ClientGone);
             if lines.forget_empty() {
@@ -395,20 +402,26 @@ impl Admission {
 
     /// Answers everything that waits that this replica leaves; nothing waits from here on.
     pub fn leave_all(&self) {
+        let now = Instant::now();
         self.is_leaving.store(true, Ordering::Release);
         let mut lines = self.lock();
         for (_, mut line) in std::mem::take(&mut lines.by_model) {
             for (_, entry) in std::mem::take(&mut line.entries) {
-                self.refuse(entry, AdmissionRejection::Leaving, LeaveReason::Leaving);
+                self.refuse(
+                    entry,
+                    AdmissionRejection::Leaving,
+                    LeaveReason::Leaving,
+                    now,
+                );
             }
         }
         self.turned.notify_one();
     }
 
-    fn refuse(&self, entry: Waiter, why: AdmissionRejection, left: LeaveReason) {
+    fn refuse(&self, entry: Waiter, why: AdmissionRejection, left: LeaveReason, now: Instant) {
         self.metrics.waiting.dec();
         self.metrics.left(left);
-        self.tell_over(&entry);
+        self.tell_over(&entry, now);
         // Who is gone needs no answer.
         let _gone = entry.answer.send(Err(why));
     }
@@ -429,7 +442,7 @@ impl Admission {
                 () = tokio::time::sleep(look_every), if is_contended => {}
             }
             if self.is_contended.load(Ordering::Acquire) {
-                self.serve();
+                self.serve(Instant::now());
             }
         }
     }
@@ -443,7 +456,7 @@ impl Admission {
             return Ok(());
         }
         let told = backlog::decode(report)?;
-        let now_ms = self.now_ms();
+        let now_ms = self.ms_of(Instant::now());
         let mut lines = self.lock();
         let mut is_news = false;
         for (model, gate) in &mut lines.gates {
@@ -474,7 +487,7 @@ impl Admission {
         }
         let (_, pricing) = self.rules();
         let counters = self.counters(pricing);
-        let now_ms = self.now_ms();
+        let now_ms = self.ms_of(Instant::now());
         let mut lines = self.lock();
         let backlogs: Vec<_> = lines
             .by_model

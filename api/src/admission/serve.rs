@@ -80,6 +80,8 @@ pub(super) struct QueueScan {
     settings: AdmissionSettings,
     rules: QueueSettings,
     pub(super) pricing: Pricing,
+    pub(super) now: Instant,
+    /// The same on the queues' clock.
     pub(super) now_ms: u64,
     /// `G`.
     slack: u64,
@@ -139,17 +141,18 @@ impl Admission {
     }
 
     /// Lets go whoever can.
-    pub(super) fn serve(&self) {
+    pub(super) fn serve(&self, now: Instant) {
         let registry = self.router.view().registry();
         let settings = registry.admission.clone().unwrap_or_default();
         let pricing = pricing_of(&registry);
-        let now_ms = self.now_ms();
+        let now_ms = self.ms_of(now);
         let mut lines = self.lock();
-        let slack = self.slack(&mut lines, &settings, now_ms);
+        let slack = self.slack(&mut lines, &settings, now);
         let look = QueueScan {
             rules: self.rules_of(&settings, pricing),
             settings,
             pricing,
+            now,
             now_ms,
             slack,
         };
@@ -161,14 +164,13 @@ impl Admission {
         for model in models {
             self.serve_model(&mut lines, model, &look);
         }
-        self.settle_grants(&lines);
+        self.settle_grants(&lines, now);
         self.tidy(&mut lines, &look);
     }
 
     /// `G`, from the settings and from what was served; shows it with the bound that follows.
-    fn slack(&self, lines: &mut ModelQueues, settings: &AdmissionSettings, now_ms: u64) -> u64 {
-        let now = Instant::now();
-        let router = &self.router;
+    fn slack(&self, lines: &mut ModelQueues, settings: &AdmissionSettings, now: Instant) -> u64 {
+        let (router, now_ms) = (&self.router, self.ms_of(now));
         let rate = lines.pace.look(
             router.dispatcher().priced_tokens(),
             || router.dispatcher().take_largest_request(),
@@ -267,13 +269,14 @@ impl Admission {
                 ExpiryReason::Overload => LeaveReason::Overload,
             };
             if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                self.refuse(entry, too_long, left);
+                self.refuse(entry, too_long, left, look.now);
             }
         }
         let wait_max = Duration::from_millis(look.rules.wait_ms_max);
         let is_over = |line: &ModelQueue, ticket: &Ticket| {
             let entry = line.entries.get(ticket);
-            entry.is_none_or(|entry| entry.since.elapsed() >= wait_max)
+            let waited = |entry: &Waiter| look.now.saturating_duration_since(entry.since);
+            entry.is_none_or(|entry| waited(entry) >= wait_max)
         };
         while line
             .again
@@ -282,7 +285,7 @@ impl Admission {
         {
             let ticket = line.again.pop_front();
             if let Some(entry) = ticket.and_then(|ticket| line.entries.remove(&ticket)) {
-                self.refuse(entry, too_long, LeaveReason::WaitedTooLong);
+                self.refuse(entry, too_long, LeaveReason::WaitedTooLong, look.now);
             }
         }
     }
@@ -298,10 +301,8 @@ impl Admission {
                 Err(RoutingRejection::AtLimit) => line.again.push_back(ticket),
                 asked => {
                     if let Some(entry) = line.entries.remove(&ticket) {
-                        self.settle(
-                            entry,
-                            asked.map_or_else(DecisionResult::Never, DecisionResult::Goes),
-                        );
+                        let asked = asked.map_or_else(DecisionResult::Never, DecisionResult::Goes);
+                        self.settle(entry, asked, look.now);
                     }
                 }
             }
@@ -315,15 +316,15 @@ impl Admission {
         look: &QueueScan,
     ) -> Result<Decision, RoutingRejection> {
         if !look.is_static() {
-            return self.router.decider().decide(&entry.ask());
+            return self.router.decider().decide(&entry.ask(), look.now);
         }
-        let mut excluded = self.router.decider().busy_slots(Instant::now());
+        let mut excluded = self.router.decider().busy_slots(look.now);
         excluded.extend(&entry.excluded);
         let ask = entry.candidate.ask(&excluded);
-        match self.router.decider().decide(&ask) {
+        match self.router.decider().decide(&ask, look.now) {
             // Some of those excluded have room later.
             Err(RoutingRejection::AllTried) => {
-                let alone = self.router.decider().decide(&entry.ask());
+                let alone = self.router.decider().decide(&entry.ask(), look.now);
                 Err(alone.err().unwrap_or(RoutingRejection::AtLimit))
             }
             decided => decided,
@@ -392,7 +393,7 @@ impl Admission {
             return;
         };
         let tokens_per_block = entry.ask().identity.tail.tokens_per_block;
-        self.settle(entry, asked);
+        self.settle(entry, asked, look.now);
         if let Some(backend) = backend {
             self.fill(line, waiting, (backend.slot, tokens_per_block), look);
         }
@@ -427,28 +428,29 @@ impl Admission {
                 continue;
             };
             let ask = entry.candidate.ask(&others);
-            if let Ok(decision) = self.router.decider().decide(&ask) {
+            if let Ok(decision) = self.router.decider().decide(&ask, look.now) {
                 line.queue.take(waiting.ticket, look.now_ms);
                 if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                    self.settle(entry, DecisionResult::Goes(decision));
+                    self.settle(entry, DecisionResult::Goes(decision), look.now);
                 }
             }
         }
     }
 
-    pub(super) fn settle(&self, entry: Waiter, asked: DecisionResult) {
+    pub(super) fn settle(&self, entry: Waiter, asked: DecisionResult, now: Instant) {
         match asked {
             // Its client has left this moment, and no engine is to hear of it.
             DecisionResult::Goes(_) if entry.answer.is_closed() => {
-                self.tell_over(&entry);
+                self.tell_over(&entry, now);
                 self.metrics.waiting.dec();
                 self.metrics.left(LeaveReason::ClientGone);
             }
             DecisionResult::Goes(decision) => {
-                self.tell_over(&entry);
-                let admitted = self.dispatch(decision, &*entry.candidate, entry.granted);
+                self.tell_over(&entry, now);
+                let admitted = self.dispatch(decision, &*entry.candidate, entry.granted, now);
                 self.metrics.waiting.dec();
-                self.metrics.waited(entry.since.elapsed().as_secs_f64());
+                let waited = now.saturating_duration_since(entry.since);
+                self.metrics.waited(waited.as_secs_f64());
                 // Counted as dispatched before it counts as waiting no more: at no time is its user
                 // idle.
                 drop(entry.wait);
@@ -459,6 +461,7 @@ impl Admission {
                 entry,
                 AdmissionRejection::NoBackend(why),
                 LeaveReason::NoBackend,
+                now,
             ),
         }
     }

@@ -238,8 +238,8 @@ impl Backends {
 
     /// Returns the circuit of `backend`, for display.
     #[must_use]
-    pub fn circuit(&self, backend: BackendRef) -> CircuitView {
-        self.circuits.view(backend, Instant::now())
+    pub fn circuit(&self, backend: BackendRef, now: Instant) -> CircuitView {
+        self.circuits.view(backend, now)
     }
 
     /// Asks the circuit of `backend` to let a request through.
@@ -247,13 +247,14 @@ impl Backends {
         &self,
         backend: BackendRef,
         user: impl FnOnce() -> UserKey,
+        now: Instant,
     ) -> BreakerState {
-        self.circuits.enter(backend, user, Instant::now())
+        self.circuits.enter(backend, user, now)
     }
 
     /// Records an answer to a request of `user`. Any answer counts, except a server error.
-    pub fn report_answer(&self, backend: BackendRef, user: UserKey) {
-        if self.circuits.passed(backend, user, Instant::now()) {
+    pub fn report_answer(&self, backend: BackendRef, user: UserKey, now: Instant) {
+        if self.circuits.passed(backend, user, now) {
             let id = self.name_of(backend);
             tracing::info!(backend = id, "circuit closed");
             self.announce_circuit(id, false);
@@ -262,10 +263,10 @@ impl Backends {
 
     /// Records a request that failed before its answer began, or was answered with a server error.
     /// `user` may be at fault; `None` if the request was not sent.
-    pub fn report_no_answer(&self, backend: BackendRef, user: Option<UserKey>) {
-        if self.circuits.failed(backend, user, Instant::now()) {
+    pub fn report_no_answer(&self, backend: BackendRef, user: Option<UserKey>, now: Instant) {
+        if self.circuits.failed(backend, user, now) {
             let id = self.name_of(backend);
-            let openings = self.circuit(backend).openings_in_row;
+            let openings = self.circuit(backend, now).openings_in_row;
             tracing::warn!(backend = id, openings, "circuit opened");
             if openings == 1 {
                 self.announce_circuit(id, true);

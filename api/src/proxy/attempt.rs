@@ -167,26 +167,26 @@ impl Outcome {
     /// Tells the backend's circuit. It hears of a successful answer once its body begins, and of a
     /// request that timed out after it was sent by the end of the attempt.
     fn report(&self, proxy: &Proxy, decision: &Decision, user: UserKey) {
-        let (backends, backend) = (&proxy.backends, decision.backend);
+        let (backends, backend, now) = (&proxy.backends, decision.backend, Instant::now());
         match self {
             Self::Answer(response) | Self::Refusal(response) if response.status().is_success() => {}
             Self::Answer(response) | Self::Refusal(response)
                 if response.status().is_client_error() =>
             {
-                backends.report_answer(backend, user);
+                backends.report_answer(backend, user, now);
             }
             Self::Answer(_) | Self::Refusal(_) | Self::Redirection => {
-                backends.report_no_answer(backend, Some(user));
+                backends.report_no_answer(backend, Some(user), now);
             }
             Self::Failure(failure) => match failure {
                 AttemptFailure::Gone
                 | AttemptFailure::OutOfConnections(_)
                 | AttemptFailure::TimedOut => {}
                 AttemptFailure::Unreachable(_) | AttemptFailure::TimedOutUnsent => {
-                    backends.report_no_answer(backend, None);
+                    backends.report_no_answer(backend, None, now);
                 }
                 AttemptFailure::BrokeUnsent(_) | AttemptFailure::Broke(_) => {
-                    backends.report_no_answer(backend, Some(user));
+                    backends.report_no_answer(backend, Some(user), now);
                 }
             },
         }
@@ -222,21 +222,22 @@ pub(super) async fn attempt(
             };
             if response.status().is_success() {
                 let user = Some(attempt.user());
-                proxy.backends.report_no_answer(decision.backend, user);
+                let now = Instant::now();
+                proxy.backends.report_no_answer(decision.backend, user, now);
             }
             AttemptFailure::of(error, is_sent)
         }
         Outcome::Refusal(response) => {
-            attempt.end(AttemptEnd::NotRun);
+            attempt.end(AttemptEnd::NotRun, Instant::now());
             return AttemptResult::NotRun(NotRun::Refused(read_refusal(response).await));
         }
         Outcome::Redirection => {
-            attempt.end(AttemptEnd::NotRun);
+            attempt.end(AttemptEnd::NotRun, Instant::now());
             return AttemptResult::NotRun(NotRun::Redirected);
         }
         Outcome::Failure(failure) => failure,
     };
-    attempt.end(failure.end());
+    attempt.end(failure.end(), Instant::now());
     note(proxy, sending, decision, &failure);
     failure.result()
 }
@@ -295,10 +296,11 @@ impl PendingAttempt {
 impl Drop for PendingAttempt {
     fn drop(&mut self) {
         if let Some(attempt) = self.attempt.take() {
-            attempt.end(match self.is_sent.load(Relaxed) {
+            let end = match self.is_sent.load(Relaxed) {
                 true => AttemptEnd::ClientLeft,
                 false => AttemptEnd::NotRun,
-            });
+            };
+            attempt.end(end, Instant::now());
         }
     }
 }

@@ -186,7 +186,7 @@ fn relay(
     let content = content(head.status, &head.headers, asked.head.uri.path(), wanted);
     let attempt = match content {
         BodyKind::Error { .. } => {
-            attempt.end(end_of_error(proxy, head.status));
+            attempt.end(end_of_error(proxy, head.status), Instant::now());
             None
         }
         BodyKind::Events { .. } => {

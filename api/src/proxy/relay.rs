@@ -155,16 +155,17 @@ impl RequestAccounting {
         let Some(attempt) = &mut self.attempt else {
             return;
         };
+        let now = Instant::now();
         // The text first: a report covers the text it comes with.
         if let Some(text) = &findings.text {
-            attempt.output(text);
+            attempt.output(text, now);
         }
         attempt.other_output(findings.other_bytes);
         if let Some(mut usage) = findings.usage {
             if let Some(choice) = findings.choice {
                 usage.completion_tokens = self.choices.sum(choice, usage.completion_tokens);
             }
-            attempt.usage(usage);
+            attempt.usage(usage, now);
         }
     }
 
@@ -177,7 +178,7 @@ impl RequestAccounting {
 
     fn end(&mut self, end: AttemptEnd, outcome: RequestOutcome) {
         if let Some(attempt) = self.attempt.take() {
-            attempt.end(end);
+            attempt.end(end, Instant::now());
         }
         self.outcome = Some(outcome);
     }
@@ -250,9 +251,10 @@ impl ResponseBody {
         if !std::mem::replace(&mut books.has_begun, true)
             && let Some(attempt) = &mut books.attempt
         {
-            attempt.first_byte();
+            let now = Instant::now();
+            attempt.first_byte(now);
             if let BodyKind::Events { .. } = self.content {
-                attempt.first_token();
+                attempt.first_token(now);
             }
             books
                 .ledger

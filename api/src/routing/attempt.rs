@@ -40,7 +40,8 @@ use crate::planted::{self, Bug};
 const OUTPUT_STEP_TOKENS: u64 = 32;
 
 /// A dispatch under way: counts as running, holds the lease, owes the charge. Dropping it without
-/// [`Attempt::end`] counts as [`AttemptEnd::ClientLeft`].
+/// [`Attempt::end`] counts as [`AttemptEnd::ClientLeft`]; that alone reads the clock, all else is
+/// told the time.
 pub struct Attempt {
     dispatcher: Arc<Dispatcher>,
     id: AttemptId,
@@ -105,6 +106,7 @@ impl Dispatcher {
         decision: &Decision,
         ask: &RoutingRequest<'_>,
         terms: DispatchTerms,
+        now: Instant,
     ) -> Attempt {
         let id = self.next_attempt();
         let (backend, identity) = (decision.backend, ask.identity);
@@ -123,8 +125,8 @@ impl Dispatcher {
             input_cached: prompt.predicted,
             output: expected.map_or(0, |expected| expected.tokens()),
         };
-        let before = self.load.cluster(backend, Instant::now());
-        let stopwatch = AttemptTimer::start(before, uncached_tokens);
+        let before = self.load.cluster(backend, now);
+        let stopwatch = AttemptTimer::start(before, uncached_tokens, now);
         let underway = self.load.begin(backend, uncached_tokens);
         let meter = InFlightGuard::at(self.fleet.meter(backend, &decision.name));
         let held = self.held(backend, &identity.chain, decision.matched);
@@ -188,23 +190,25 @@ impl Attempt {
     }
 
     /// The answer's first byte (of the body) came: its prefill is done.
-    pub fn first_byte(&mut self) {
+    pub fn first_byte(&mut self, now: Instant) {
         if let Some(open) = &mut self.open {
             open.underway.first_byte();
-            open.began.get_or_insert_with(Instant::now);
+            open.began.get_or_insert(now);
             self.dispatcher
                 .backends
-                .report_answer(open.backend, self.user);
+                .report_answer(open.backend, self.user, now);
             open.trial = None;
         }
     }
 
     /// The first byte of a stream came, and with it the first token: only streams are timed.
-    pub fn first_token(&mut self) {
+    pub fn first_token(&mut self, now: Instant) {
         if let Some(open) = &mut self.open {
-            let (stopwatch, now) = (&mut open.stopwatch, Instant::now());
+            let stopwatch = &mut open.stopwatch;
             let samples = &self.dispatcher.samples;
-            samples.add(open.backend, |sample| stopwatch.first_token(now, sample));
+            samples.add(open.backend, now, |sample| {
+                stopwatch.first_token(now, sample);
+            });
         }
     }
 
@@ -216,7 +220,7 @@ impl Attempt {
     }
 
     /// What the engine has reported so far; the highest report counts.
-    pub fn usage(&mut self, usage: Usage) {
+    pub fn usage(&mut self, usage: Usage, now: Instant) {
         let Some(open) = &mut self.open else { return };
         let mut known = open.usage.unwrap_or_default();
         known.prompt_tokens = known.prompt_tokens.max(usage.prompt_tokens);
@@ -225,13 +229,13 @@ impl Attempt {
         open.usage = Some(known);
         if usage.completion_tokens > 0 {
             open.unreported_bytes = 0;
-            open.stopwatch.output(Instant::now());
+            open.stopwatch.output(now);
         }
         if open
             .stopwatch
             .is_due(known.completion_tokens, OUTPUT_STEP_TOKENS)
         {
-            open.count_gaps(&self.dispatcher, known.completion_tokens);
+            open.count_gaps(&self.dispatcher, known.completion_tokens, now);
         }
         let due = open.due(known);
         let is_input_due =
@@ -268,21 +272,21 @@ impl Attempt {
 
     /// Output text as it streams, so that blocks it completes can be recorded. Bounded inside.
     /// Comes before the report that covers it.
-    pub fn output(&mut self, text: &str) {
+    pub fn output(&mut self, text: &str, now: Instant) {
         let Some(open) = &mut self.open else { return };
         open.unreported_bytes = open.unreported_bytes.saturating_add(text.len());
-        open.stopwatch.output(Instant::now());
+        open.stopwatch.output(now);
         if let Some(reply) = &mut open.reply {
             reply.push(text);
         }
     }
 
     /// Ends the attempt: releases the lease, settles the charge.
-    pub fn end(mut self, end: AttemptEnd) {
-        self.close(end);
+    pub fn end(mut self, end: AttemptEnd, now: Instant) {
+        self.close(end, now);
     }
 
-    fn close(&mut self, end: AttemptEnd) {
+    fn close(&mut self, end: AttemptEnd, now: Instant) {
         let Some(mut open) = self.open.take() else {
             return;
         };
@@ -292,7 +296,7 @@ impl Attempt {
             AttemptEnd::Finished
             | AttemptEnd::Broken
             | AttemptEnd::ClientLeft
-            | AttemptEnd::Failed => open.due(open.usage_or_estimate(&self.dispatcher, end)),
+            | AttemptEnd::Failed => open.due(open.usage_or_estimate(&self.dispatcher, end, now)),
         };
         charge.ended = 1;
         let outcome = match end {
@@ -314,7 +318,7 @@ impl Attempt {
             let user = Some(self.user);
             self.dispatcher
                 .backends
-                .report_no_answer(open.backend, user);
+                .report_no_answer(open.backend, user, now);
         }
         let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
         let release = move |reply: Option<ReplyChain>| {
@@ -347,13 +351,13 @@ impl Attempt {
             let tokens = open.charged.output;
             self.dispatcher.ended_with(self.user, open.model, tokens);
         }
-        open.report(&self.dispatcher, end);
+        open.report(&self.dispatcher, end, now);
     }
 }
 
 impl Drop for Attempt {
     fn drop(&mut self) {
-        self.close(AttemptEnd::ClientLeft);
+        self.close(AttemptEnd::ClientLeft, Instant::now());
     }
 }
 
@@ -439,7 +443,7 @@ impl OpenAttempt {
         }
     }
 
-    fn usage_or_estimate(&self, dispatcher: &Dispatcher, end: AttemptEnd) -> Usage {
+    fn usage_or_estimate(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> Usage {
         let mut usage = self.usage.unwrap_or_default();
         if usage.prompt_tokens == 0 {
             usage.prompt_tokens = self.prompt.tokens;
@@ -447,21 +451,18 @@ impl OpenAttempt {
         let unreported = u64::from(self.prompt.ratio.tokens(self.unreported_bytes));
         usage.completion_tokens = usage.completion_tokens.saturating_add(unreported);
         if usage.completion_tokens == 0 && self.usage.is_none() {
-            usage.completion_tokens = self.hidden_output(dispatcher, end);
+            usage.completion_tokens = self.hidden_output(dispatcher, end, now);
         }
         usage
     }
 
     /// Output that was made and did not show, by the time it took. Where an engine failed it may
     /// have stood still all the while: no more is charged than such answers usually have.
-    fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd) -> u64 {
+    fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> u64 {
         let Some(hidden) = self.hidden else { return 0 };
         let made_by = self.began.filter(|_| hidden.is_whole_at_once);
-        let elapsed = self.stopwatch.elapsed(made_by.unwrap_or_else(Instant::now));
-        let running = dispatcher
-            .load
-            .cluster(self.backend, Instant::now())
-            .running;
+        let elapsed = self.stopwatch.elapsed(made_by.unwrap_or(now));
+        let running = dispatcher.load.cluster(self.backend, now).running;
         let service = dispatcher.view.service();
         let served = service.get(self.backend.slot);
         let learnt = served.filter(|served| served.backend == self.backend);
@@ -513,11 +514,8 @@ impl OpenAttempt {
     }
 
     /// Counts the time between tokens up to the last of `tokens`.
-    fn count_gaps(&mut self, dispatcher: &Dispatcher, tokens: u64) {
-        let requests = dispatcher
-            .load
-            .cluster(self.backend, Instant::now())
-            .running;
+    fn count_gaps(&mut self, dispatcher: &Dispatcher, tokens: u64, now: Instant) {
+        let requests = dispatcher.load.cluster(self.backend, now).running;
         let limit = dispatcher.view.limit(self.backend.slot);
         let running = RunningRequests {
             requests,
@@ -525,14 +523,14 @@ impl OpenAttempt {
         };
         let stopwatch = &mut self.stopwatch;
         let count = |sample: &mut _| stopwatch.count(tokens, running, sample);
-        dispatcher.samples.add(self.backend, count);
+        dispatcher.samples.add(self.backend, now, count);
     }
 
     /// Metrics, samples, and what the engine's count teaches about bytes per token.
-    fn report(&mut self, dispatcher: &Dispatcher, end: AttemptEnd) {
+    fn report(&mut self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) {
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };
-        self.count_gaps(dispatcher, usage.completion_tokens);
+        self.count_gaps(dispatcher, usage.completion_tokens, now);
         if end != AttemptEnd::NotRun {
             let ended = EndedRequest {
                 prompt_tokens: usage.prompt_tokens,
@@ -542,7 +540,7 @@ impl OpenAttempt {
             };
             dispatcher
                 .samples
-                .add(self.backend, |sample| ended.count(sample));
+                .add(self.backend, now, |sample| ended.count(sample));
         }
         self.prompt
             .ratio
@@ -553,7 +551,9 @@ impl OpenAttempt {
                 .count_prefix(usage.prompt_tokens, predicted, cached);
             let prediction = Prediction::of(usage.prompt_tokens, predicted, cached);
             let user = self.charged.user;
-            dispatcher.samples.predict(self.backend, user, prediction);
+            dispatcher
+                .samples
+                .predict(self.backend, user, prediction, now);
         }
     }
 }

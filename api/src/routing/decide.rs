@@ -40,11 +40,15 @@ pub struct Decider {
 }
 
 impl Decider {
-    /// Chooses a backend. Local memory only; waits for nothing.
+    /// Chooses a backend as of `now`. Local memory only; waits for nothing.
     ///
     /// # Errors
     /// [`RoutingRejection`].
-    pub fn decide(&self, ask: &RoutingRequest<'_>) -> Result<Decision, RoutingRejection> {
+    pub fn decide(
+        &self,
+        ask: &RoutingRequest<'_>,
+        now: Instant,
+    ) -> Result<Decision, RoutingRejection> {
         let fleet = self.fleet.table();
         let index = self.view.applied();
         let (config, _) = policy_of(&fleet, ask);
@@ -56,7 +60,7 @@ impl Decider {
         };
         let request = self.request(&fleet, ask, &needs, turn);
         let decided = SCRATCH.with_borrow_mut(|scratch| {
-            let admitted = self.admit(&fleet, ask, Instant::now(), scratch, |_, _| {});
+            let admitted = self.admit(&fleet, ask, now, scratch, |_, _| {});
             self.metrics.filtered(&scratch.tally);
             let (registry, is_panic) = (&fleet.registry, scratch.is_panic);
             self.panics.note(registry, ask.model, is_panic);
@@ -70,11 +74,11 @@ impl Decider {
         self.metrics.decided(config.name(), decided.err());
         let (choice, at, are_circuits_kept) = decided?;
         let backend = fleet.registry.backends[at].handle;
-        let trial = match self.backends.enter(backend, || user_of(&fleet, ask)) {
+        let trial = match self.backends.enter(backend, || user_of(&fleet, ask), now) {
             BreakerState::Closed => None,
             BreakerState::HalfOpen(trial) => Some(Arc::new(trial)),
             // Another request has become the trial meanwhile: it goes there alone.
-            BreakerState::Open if are_circuits_kept => return self.decide(ask),
+            BreakerState::Open if are_circuits_kept => return self.decide(ask, now),
             BreakerState::Open => None,
         };
         Ok(Decision {

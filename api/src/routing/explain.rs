@@ -120,12 +120,16 @@ pub struct ExplainedBackend {
 }
 
 impl Decider {
-    /// What [`Decider::decide`] would answer now, and why, with the outbox as it is. Changes
+    /// What [`Decider::decide`] would answer at `now`, and why, with the outbox as it is. Changes
     /// nothing and counts nothing.
-    pub(super) fn explain(&self, ask: &RoutingRequest<'_>, outbox: OutboxStatus) -> Explanation {
+    pub(super) fn explain(
+        &self,
+        ask: &RoutingRequest<'_>,
+        outbox: OutboxStatus,
+        now: Instant,
+    ) -> Explanation {
         let fleet = self.fleet.table();
         let index = self.view.applied();
-        let now = Instant::now();
         let mut scratch = DecisionScratch::default();
         let registered = fleet.registry.backends.iter();
         let mut backends: Vec<_> = registered.map(|it| self.seen(it, now)).collect();
@@ -204,7 +208,7 @@ impl Decider {
             kv_usage_permille: glance.map(|glance| glance.kv_usage_permille),
             free_blocks: None,
             is_model_listed: None,
-            circuit: self.backends.circuit(backend.handle),
+            circuit: self.backends.circuit(backend.handle, now),
             service: self.view.service().get(backend.handle.slot).copied(),
             prices: None,
             tier: None,

@@ -49,6 +49,7 @@ use http::HeaderMap;
 use state::StateView;
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::{PolicyConfig, Reason, Touch};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use self::fleet::Fleet;
@@ -354,10 +355,10 @@ impl Router {
         self.dispatcher.overlay.is_empty()
     }
 
-    /// What [`Decider::decide`] would answer now, and why. Changes nothing and counts nothing.
+    /// What [`Decider::decide`] would answer at `now`, and why. Changes nothing and counts nothing.
     #[must_use]
-    pub fn explain(&self, ask: &RoutingRequest<'_>) -> Explanation {
-        self.decider.explain(ask, self.outbox.status())
+    pub fn explain(&self, ask: &RoutingRequest<'_>, now: Instant) -> Explanation {
+        self.decider.explain(ask, self.outbox.status(), now)
     }
 
     /// What routing counts, to be registered once.

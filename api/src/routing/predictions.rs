@@ -73,11 +73,11 @@ impl Prediction {
 }
 
 impl Predictions {
-    pub(super) fn add(&mut self, user: UserKey, prediction: Prediction) {
+    pub(super) fn add(&mut self, user: UserKey, prediction: Prediction, now: Instant) {
         if prediction.prompt_tokens == 0 {
             return;
         }
-        self.since.get_or_insert_with(Instant::now);
+        self.since.get_or_insert(now);
         let known = self.users.iter().position(|(other, _)| *other == user);
         let is_full = self.users.len() == USERS_MAX;
         match known.or(is_full.then_some(USERS_MAX - 1)) {
@@ -124,40 +124,40 @@ mod tests {
 
     #[test]
     fn no_user_alone_makes_predictions_look_wrong() {
-        let mut predictions = Predictions::default();
+        let (mut predictions, now) = (Predictions::default(), Instant::now());
         for _ in 0..40 {
-            predictions.add(UserKey(1), off(1));
+            predictions.add(UserKey(1), off(1), now);
         }
-        let now = Instant::now();
         assert_eq!(predictions.take(now), Prediction::default(), "it waits");
-        predictions.add(UserKey(2), HELD);
+        predictions.add(UserKey(2), HELD, now);
         assert_eq!(predictions.take(now), HELD);
         assert_eq!(predictions.take(now), Prediction::default());
-        predictions.add(UserKey(1), off(1));
+        predictions.add(UserKey(1), off(1), now);
         let later = now + 2 * ALONE_MAX;
         assert_eq!(predictions.take(later), off(1), "nobody else is served");
     }
 
     #[test]
     fn what_is_off_for_most_users_shows_with_all_but_one() {
-        let mut predictions = Predictions::default();
+        let (mut predictions, now) = (Predictions::default(), Instant::now());
         for user in 0..200 {
-            predictions.add(UserKey(user), off(1 + user % 2));
+            predictions.add(UserKey(user), off(1 + user % 2), now);
         }
         assert!(predictions.users.len() <= USERS_MAX);
-        let told = predictions.take(Instant::now());
+        let told = predictions.take(now);
         assert_eq!(told.error(), 1_000_000);
         assert!(told.requests >= 63, "{told:?}");
     }
 
     #[test]
     fn absurd_reports_stay_within_the_bounds_of_a_sample() {
-        let mut predictions = Predictions::default();
+        let (mut predictions, now) = (Predictions::default(), Instant::now());
+        let absurd = Prediction::of(u64::MAX, u64::MAX, u64::MAX);
         for user in [1, 1, 2] {
-            predictions.add(UserKey(user), Prediction::of(u64::MAX, u64::MAX, u64::MAX));
+            predictions.add(UserKey(user), absurd, now);
         }
-        predictions.add(UserKey(3), Prediction::of(0, 7, 7));
-        let told = predictions.take(Instant::now());
+        predictions.add(UserKey(3), Prediction::of(0, 7, 7), now);
+        let told = predictions.take(now);
         assert_eq!(told.cached_tokens, told.predicted_tokens);
         assert!(told.prompt_tokens <= 2 * TOKENS_MAX);
     }

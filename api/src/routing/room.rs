@@ -11,10 +11,10 @@ use super::fleet::{SCRATCH, matchable};
 impl Decider {
     /// Requests that the backends which may take this one have room for, all together.
     #[must_use]
-    pub fn free_places(&self, ask: &RoutingRequest<'_>) -> u64 {
+    pub fn free_places(&self, ask: &RoutingRequest<'_>, now: Instant) -> u64 {
         let fleet = self.fleet.table();
         SCRATCH.with_borrow_mut(|scratch| {
-            let admitted = self.admit(&fleet, ask, Instant::now(), scratch, |_, _| {});
+            let admitted = self.admit(&fleet, ask, now, scratch, |_, _| {});
             if admitted.is_err() {
                 return 0;
             }

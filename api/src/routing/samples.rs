@@ -50,16 +50,34 @@ impl Default for ServiceSamples {
 
 impl ServiceSamples {
     /// Adds to the sample of `backend`. What came of an earlier life is left out.
-    pub(super) fn add(&self, backend: BackendRef, event: impl FnOnce(&mut ServiceSample)) {
-        self.with(backend, |sample, _| event(sample));
+    pub(super) fn add(
+        &self,
+        backend: BackendRef,
+        now: Instant,
+        event: impl FnOnce(&mut ServiceSample),
+    ) {
+        self.with(backend, now, |sample, _| event(sample));
     }
 
     /// Notes what was predicted for a request of `user` to be cached, and what was.
-    pub(super) fn predict(&self, backend: BackendRef, user: UserKey, prediction: Prediction) {
-        self.with(backend, |_, predictions| predictions.add(user, prediction));
+    pub(super) fn predict(
+        &self,
+        backend: BackendRef,
+        user: UserKey,
+        prediction: Prediction,
+        now: Instant,
+    ) {
+        self.with(backend, now, |_, predictions| {
+            predictions.add(user, prediction, now);
+        });
     }
 
-    fn with(&self, backend: BackendRef, event: impl FnOnce(&mut ServiceSample, &mut Predictions)) {
+    fn with(
+        &self,
+        backend: BackendRef,
+        now: Instant,
+        event: impl FnOnce(&mut ServiceSample, &mut Predictions),
+    ) {
         let Some(place) = self.0.get(usize::from(backend.slot.0)) else {
             return;
         };
@@ -75,7 +93,7 @@ impl ServiceSamples {
             sum, predictions, ..
         } = &mut *place;
         let sum = sum.get_or_insert_with(|| PendingSample {
-            since: Instant::now(),
+            since: now,
             sample: ServiceSample::empty(backend),
         });
         event(&mut sum.sample, predictions);
@@ -125,8 +143,7 @@ pub(super) struct RunningRequests {
 }
 
 impl AttemptTimer {
-    pub(super) fn start(before: Load, uncached_tokens: u64) -> Self {
-        let now = Instant::now();
+    pub(super) fn start(before: Load, uncached_tokens: u64, now: Instant) -> Self {
         Self {
             dispatched: now,
             before,

@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::fixture::{HEALTHY, Log, Port, router, router_selecting};
 use super::{
-    Attempt, AttemptEnd, Decision, DispatchTerms, FilterVerdict, Load, OutboxSettings,
+    Attempt, AttemptEnd, Decision, DispatchTerms, Explanation, FilterVerdict, Load, OutboxSettings,
     OutboxStatus, PreferenceRejection, Router, RoutingPreferences, RoutingRejection,
     RoutingRequest, Usage, UserName,
 };
@@ -55,7 +55,15 @@ impl Bench {
         identity: &PromptIdentity,
         excluded: &[Slot],
     ) -> Result<Decision, RoutingRejection> {
-        self.router.decider().decide(&ask(identity, excluded))
+        self.decide_on(&ask(identity, excluded))
+    }
+
+    fn decide_on(&self, ask: &RoutingRequest<'_>) -> Result<Decision, RoutingRejection> {
+        self.router.decider().decide(ask, Instant::now())
+    }
+
+    fn explain(&self, ask: &RoutingRequest<'_>) -> Explanation {
+        self.router.explain(ask, Instant::now())
     }
 
     /// What a request with these headers asks for.
@@ -65,12 +73,13 @@ impl Bench {
 
     fn start(&self, identity: &PromptIdentity) -> (Decision, Attempt) {
         let decision = self.decide(identity, &[]).unwrap();
-        let attempt = self.router.dispatcher().dispatch(
-            &decision,
-            &ask(identity, &[]),
-            DispatchTerms::default(),
-        );
+        let attempt = self.dispatch(&decision, &ask(identity, &[]));
         (decision, attempt)
+    }
+
+    fn dispatch(&self, decision: &Decision, ask: &RoutingRequest<'_>) -> Attempt {
+        let dispatcher = self.router.dispatcher();
+        dispatcher.dispatch(decision, ask, DispatchTerms::default(), Instant::now())
     }
 
     /// Carries all that is known to the log.
@@ -200,7 +209,7 @@ fn a_backend_is_refused_for_the_right_reason() {
         ..ask(&identity, &[])
     };
     assert_eq!(
-        bench.router.decider().decide(&other).unwrap_err(),
+        bench.decide_on(&other).unwrap_err(),
         RoutingRejection::UnknownModel
     );
     let both = [Slot(0), Slot(1)];
@@ -235,7 +244,6 @@ fn a_backend_is_refused_for_the_right_reason() {
         RoutingRejection::AllTried
     );
     let verdicts: Vec<_> = bench
-        .router
         .explain(&ask(&identity, &[]))
         .backends
         .iter()
@@ -272,9 +280,7 @@ fn a_star_stands_for_what_the_engine_lists() {
     );
     assert!(
         bench
-            .router
-            .decider()
-            .decide(&RoutingRequest {
+            .decide_on(&RoutingRequest {
                 model: "n",
                 ..ask(&identity, &[])
             })
@@ -288,11 +294,11 @@ fn a_routed_prefix_is_seen_before_and_after_it_commits() {
     let first = bench.identify(&"a".repeat(1000));
     let (chosen, attempt) = bench.start(&first);
     assert_eq!((chosen.matched, chosen.total), (0, 62));
-    attempt.end(AttemptEnd::Finished);
+    attempt.end(AttemptEnd::Finished, Instant::now());
     let again = bench.decide(&first, &[]).unwrap();
     assert_eq!((again.backend, again.matched), (chosen.backend, 62));
     assert_eq!(again.index, chosen.index, "nothing was applied meanwhile");
-    let explained = bench.router.explain(&ask(&first, &[]));
+    let explained = bench.explain(&ask(&first, &[]));
     let row = &explained.backends[usize::from(chosen.backend.slot.0)];
     assert_eq!((row.matched_applied, row.matched), (0, 62));
     assert_eq!(
@@ -303,7 +309,7 @@ fn a_routed_prefix_is_seen_before_and_after_it_commits() {
     let applied = bench.decide(&first, &[]).unwrap();
     assert_eq!((applied.backend, applied.matched), (chosen.backend, 62));
     assert!(applied.index > chosen.index);
-    let row = &bench.router.explain(&ask(&first, &[])).backends[usize::from(chosen.backend.slot.0)];
+    let row = &bench.explain(&ask(&first, &[])).backends[usize::from(chosen.backend.slot.0)];
     assert_eq!((row.matched_applied, row.matched), (62, 62));
     bench.assert_quiet();
 }
@@ -315,7 +321,7 @@ fn a_failed_attempt_gives_its_blocks_back() {
     let (_, attempt) = bench.start(&identity);
     bench.flush();
     assert_eq!(bench.decide(&identity, &[]).unwrap().matched, 6);
-    attempt.end(AttemptEnd::NotRun);
+    attempt.end(AttemptEnd::NotRun, Instant::now());
     bench.flush();
     assert_eq!(bench.decide(&identity, &[]).unwrap().matched, 0);
     assert_eq!(bench.charged(), [0, 0, 0]);
@@ -355,10 +361,10 @@ fn explain_is_the_decision_and_changes_nothing() {
     let bench = Bench::new(3);
     let identity = bench.identify(&"a".repeat(500));
     let (_, attempt) = bench.start(&identity);
-    attempt.end(AttemptEnd::Finished);
+    attempt.end(AttemptEnd::Finished, Instant::now());
     let before = bench.router.outbox().status();
-    let explanation = bench.router.explain(&ask(&identity, &[]));
-    assert_eq!(explanation, bench.router.explain(&ask(&identity, &[])));
+    let explanation = bench.explain(&ask(&identity, &[]));
+    assert_eq!(explanation, bench.explain(&ask(&identity, &[])));
     assert_eq!(
         bench.router.outbox().status().queued_items,
         before.queued_items
@@ -373,7 +379,7 @@ fn explain_is_the_decision_and_changes_nothing() {
     let text = serde_json::to_value(&explanation).unwrap();
     assert_eq!(text["policy"]["policy"], "cost");
     assert_eq!(text["backends"][0]["verdict"], "candidate");
-    let refused = bench.router.explain(&RoutingRequest {
+    let refused = bench.explain(&RoutingRequest {
         model: "x",
         ..ask(&identity, &[])
     });
@@ -399,8 +405,8 @@ fn a_reply_is_recorded_as_the_next_turn_has_it() {
     reply
         .as_bytes()
         .chunks(3)
-        .for_each(|part| attempt.output(std::str::from_utf8(part).unwrap()));
-    attempt.end(AttemptEnd::Finished);
+        .for_each(|part| attempt.output(std::str::from_utf8(part).unwrap(), Instant::now()));
+    attempt.end(AttemptEnd::Finished, Instant::now());
     let next = json!([question, {"role": "assistant", "content": reply},
         {"role": "user", "content": "go on, and say more than one block of text"}]);
     let next = bench.router.reader().identify(&turn(&next));
@@ -415,17 +421,17 @@ fn tokens_are_charged_as_they_are_reported() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(400));
     let (_, mut attempt) = bench.start(&identity);
-    attempt.first_byte();
-    attempt.usage(usage(100, Some(30), 1));
+    attempt.first_byte(Instant::now());
+    attempt.usage(usage(100, Some(30), 1), Instant::now());
     assert_eq!(
         bench.charged(),
         [70, 30, 1],
         "the engine told its cache: input is due"
     );
-    (2..30).for_each(|made| attempt.usage(usage(100, Some(30), made)));
+    (2..30).for_each(|made| attempt.usage(usage(100, Some(30), made), Instant::now()));
     assert_eq!(bench.charged(), [70, 30, 1]);
-    attempt.usage(usage(100, None, 40));
-    attempt.usage(usage(0, None, 35));
+    attempt.usage(usage(100, None, 40), Instant::now());
+    attempt.usage(usage(0, None, 35), Instant::now());
     assert_eq!(bench.charged(), [70, 30, 40]);
     drop(attempt);
     assert_eq!(bench.charged(), [70, 30, 40]);
@@ -436,7 +442,10 @@ fn tokens_are_charged_as_they_are_reported() {
 fn without_a_word_on_the_cache_input_is_charged_at_the_end_as_believed() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(400));
-    bench.start(&identity).1.end(AttemptEnd::Finished);
+    bench
+        .start(&identity)
+        .1
+        .end(AttemptEnd::Finished, Instant::now());
     assert_eq!(
         bench.charged(),
         [100, 0, 0],
@@ -444,10 +453,10 @@ fn without_a_word_on_the_cache_input_is_charged_at_the_end_as_believed() {
     );
     let (decision, mut attempt) = bench.start(&identity);
     assert_eq!(decision.matched, 24);
-    attempt.usage(usage(100, None, 50));
+    attempt.usage(usage(100, None, 50), Instant::now());
     assert_eq!(bench.charged(), [100, 0, 50]);
-    attempt.usage(usage(100, None, 60));
-    attempt.end(AttemptEnd::Finished);
+    attempt.usage(usage(100, None, 60), Instant::now());
+    attempt.end(AttemptEnd::Finished, Instant::now());
     assert_eq!(bench.charged(), [104, 96, 60]);
 }
 
@@ -456,8 +465,8 @@ fn output_nobody_counted_is_estimated() {
     let bench = Bench::new(1);
     let identity = bench.identify("");
     let (_, mut attempt) = bench.start(&identity);
-    attempt.output("four");
-    attempt.output("five5");
+    attempt.output("four", Instant::now());
+    attempt.output("five5", Instant::now());
     attempt.other_output(8);
     drop(attempt);
     assert_eq!(bench.charged(), [0, 0, 5]);
@@ -472,8 +481,8 @@ fn engines_teach_how_long_a_token_is() {
     assert_eq!((identity.tokens, identity.tail.tokens_per_block), (400, 4));
     for _ in 0..200 {
         let (_, mut attempt) = bench.start(&identity);
-        attempt.usage(usage(800, Some(0), 1));
-        attempt.end(AttemptEnd::Finished);
+        attempt.usage(usage(800, Some(0), 1), Instant::now());
+        attempt.end(AttemptEnd::Finished, Instant::now());
     }
     let identity = bench.identify(&text);
     assert_eq!((identity.tokens, identity.tail.tokens_per_block), (800, 8));
@@ -487,10 +496,12 @@ fn a_panicking_request_leaves_nothing_behind() {
     let router = Arc::clone(&bench.router);
     let decision = bench.decide(&identity, &[]).unwrap();
     let panicked = std::thread::spawn(move || {
-        let _attempt =
-            router
-                .dispatcher()
-                .dispatch(&decision, &ask(&identity, &[]), DispatchTerms::default());
+        let _attempt = router.dispatcher().dispatch(
+            &decision,
+            &ask(&identity, &[]),
+            DispatchTerms::default(),
+            Instant::now(),
+        );
         panic!("on purpose");
     });
     assert!(panicked.join().is_err());
@@ -503,8 +514,8 @@ fn metrics_show_predictions_and_ends() {
     let identity = bench.identify(&"a".repeat(400));
     for _ in 0..2 {
         let (_, mut attempt) = bench.start(&identity);
-        attempt.usage(usage(100, Some(90), 5));
-        attempt.end(AttemptEnd::Finished);
+        attempt.usage(usage(100, Some(90), 5), Instant::now());
+        attempt.end(AttemptEnd::Finished, Instant::now());
     }
     assert!(bench.decide(&identity, &[Slot(0)]).is_err());
     let mut registry = prometheus_client::registry::Registry::default();
@@ -541,28 +552,20 @@ fn the_series_of_a_removed_backend_go_and_come_back_with_it() {
     };
     let identity = bench.identify("hello");
     let decision = bench.decide(&identity, &[Slot(1)]).unwrap();
-    let attempt = bench.router.dispatcher().dispatch(
-        &decision,
-        &ask(&identity, &[]),
-        DispatchTerms::default(),
-    );
+    let attempt = bench.dispatch(&decision, &ask(&identity, &[]));
     let [first, second] = shown();
     assert!(first > 0 && first == second);
     bench.admin(Command::DeleteBackend {
         name: "b0".to_owned(),
     });
     assert_eq!(shown(), [0, second]);
-    let late = bench.router.dispatcher().dispatch(
-        &decision,
-        &ask(&identity, &[]),
-        DispatchTerms::default(),
-    );
+    let late = bench.dispatch(&decision, &ask(&identity, &[]));
     drop((attempt, late));
     assert_eq!(shown(), [0, second]);
     bench.admin(Command::PutBackend(super::fixture::spec(0, None)));
     bench.router.decider().backends.assume(Slot(0), &HEALTHY);
     let (_, attempt) = bench.start(&identity);
-    attempt.end(AttemptEnd::Finished);
+    attempt.end(AttemptEnd::Finished, Instant::now());
     assert_eq!(shown(), [first, second]);
     bench.assert_quiet();
 }
@@ -572,10 +575,10 @@ fn a_word_on_the_cache_that_changes_makes_no_prompt_longer() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(400));
     let (_, mut attempt) = bench.start(&identity);
-    attempt.usage(usage(100, Some(0), 1));
-    attempt.usage(usage(100, Some(60), 1));
-    attempt.usage(usage(110, Some(60), 1));
-    attempt.end(AttemptEnd::Finished);
+    attempt.usage(usage(100, Some(0), 1), Instant::now());
+    attempt.usage(usage(100, Some(60), 1), Instant::now());
+    attempt.usage(usage(110, Some(60), 1), Instant::now());
+    attempt.end(AttemptEnd::Finished, Instant::now());
     assert_eq!(bench.charged(), [100, 10, 1]);
 }
 

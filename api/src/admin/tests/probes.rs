@@ -2,6 +2,7 @@
 
 use serde_json::json;
 use state::ids::UserKey;
+use tokio::time::Instant;
 
 use super::*;
 use crate::backends::{Fault, SlotTable, text};
@@ -54,7 +55,10 @@ async fn panic_mode_keeps_a_replica_ready_and_is_a_warning() {
     let not_ready = json!({"status": "not-ready", "reasons": ["no healthy backend"]});
     assert_eq!(readiness(&bench).await, (503, not_ready));
     let handle = registry.backends[0].handle;
-    bench.admin.backends.report_answer(handle, UserKey(1));
+    bench
+        .admin
+        .backends
+        .report_answer(handle, UserKey(1), Instant::now());
     let warning = "panic mode for model *: probes fail while requests are answered";
     let ready = json!({"status": "ready", "reasons": [], "warnings": [warning]});
     assert_eq!(readiness(&bench).await, (200, ready));

@@ -15,7 +15,7 @@ use super::*;
 
 impl Bench {
     pub(super) fn verdicts(&self, ask: &RoutingRequest<'_>) -> Vec<FilterVerdict> {
-        let explained = self.router.explain(ask);
+        let explained = self.explain(ask);
         explained.backends.iter().map(|it| it.verdict).collect()
     }
 
@@ -25,7 +25,7 @@ impl Bench {
             self.router
                 .decider()
                 .backends
-                .report_no_answer(handle, None);
+                .report_no_answer(handle, None, Instant::now());
         }
     }
 
@@ -81,7 +81,7 @@ fn an_open_circuit_passes_a_backend_over_and_one_answer_closes_it() {
         .router
         .decider()
         .backends
-        .report_answer(handle, UserKey(1));
+        .report_answer(handle, UserKey(1), Instant::now());
     assert_eq!(
         bench.verdicts(&ask(&identity, &[])),
         [FilterVerdict::Candidate; 2]
@@ -134,7 +134,7 @@ fn when_every_circuit_of_those_selected_is_open_they_say_nothing() {
     };
     bench.fail(1, 5);
     assert_eq!(
-        bench.router.decider().decide(&asked).unwrap().backend.slot,
+        bench.decide_on(&asked).unwrap().backend.slot,
         Slot(1),
         "nobody else may take it"
     );
@@ -145,10 +145,7 @@ fn when_every_circuit_of_those_selected_is_open_they_say_nothing() {
     };
     bench.fail(0, 5);
     for _ in 0..20 {
-        assert_eq!(
-            bench.router.decider().decide(&asked).unwrap().backend.slot,
-            Slot(2)
-        );
+        assert_eq!(bench.decide_on(&asked).unwrap().backend.slot, Slot(2));
     }
 }
 
@@ -159,27 +156,46 @@ fn attempts_tell_the_circuit_how_they_went() {
     let handle = bench.port.log.lock().unwrap().handle(0);
     for _ in 0..5 {
         let (_, attempt) = bench.start(&identity);
-        attempt.end(AttemptEnd::Broken);
+        attempt.end(AttemptEnd::Broken, Instant::now());
     }
-    assert!(bench.router.decider().backends.circuit(handle).is_open);
+    assert!(
+        bench
+            .router
+            .decider()
+            .backends
+            .circuit(handle, Instant::now())
+            .is_open
+    );
     for end in [AttemptEnd::ClientLeft, AttemptEnd::NotRun] {
         let (_, attempt) = bench.start(&identity);
-        attempt.end(end);
+        attempt.end(end, Instant::now());
         assert!(
-            bench.router.decider().backends.circuit(handle).is_open,
+            bench
+                .router
+                .decider()
+                .backends
+                .circuit(handle, Instant::now())
+                .is_open,
             "no verdict"
         );
     }
     let (_, mut attempt) = bench.start(&identity);
-    attempt.first_byte();
-    assert!(!bench.router.decider().backends.circuit(handle).is_open);
-    attempt.end(AttemptEnd::Broken);
+    attempt.first_byte(Instant::now());
+    assert!(
+        !bench
+            .router
+            .decider()
+            .backends
+            .circuit(handle, Instant::now())
+            .is_open
+    );
+    attempt.end(AttemptEnd::Broken, Instant::now());
     assert_eq!(
         bench
             .router
             .decider()
             .backends
-            .circuit(handle)
+            .circuit(handle, Instant::now())
             .recent_failures,
         0
     );
@@ -245,7 +261,7 @@ fn labels_of_request_and_model_must_all_be_there() {
         ..ask(&identity, &[])
     };
     assert_eq!(
-        bench.router.decider().decide(&none).unwrap_err(),
+        bench.decide_on(&none).unwrap_err(),
         RoutingRejection::NoneSelected
     );
     for bad in [
@@ -297,7 +313,7 @@ fn whoever_is_at_its_limit_is_held_back_until_it_has_room() {
         [FilterVerdict::AtLimit; 2]
     );
     let (decision, attempt) = attempts.pop().unwrap();
-    attempt.end(AttemptEnd::Finished);
+    attempt.end(AttemptEnd::Finished, Instant::now());
     let freed = bench.decide(&identity, &[]).unwrap();
     assert_eq!(freed.backend, decision.backend);
     // One tried and one at its limit: there is somebody to wait for.
@@ -343,7 +359,7 @@ fn filters_are_counted_by_name() {
     });
     bench.fail(1, 5);
     bench.decide(&identity, &[]).unwrap();
-    let explained = bench.router.explain(&ask(&identity, &[]));
+    let explained = bench.explain(&ask(&identity, &[]));
     assert_eq!(explained.choice.as_deref(), Some("b2"));
     let mut registry = Registry::default();
     bench.router.metrics().register(&mut registry);
@@ -363,7 +379,7 @@ fn a_model_has_its_own_policy_unless_the_request_names_one() {
     let bench = Bench::new(2);
     let identity = bench.identify("hello");
     let of = |ask: &RoutingRequest<'_>| {
-        let explained = bench.router.explain(ask);
+        let explained = bench.explain(ask);
         (explained.policy.name(), explained.policy_source)
     };
     assert_eq!(of(&ask(&identity, &[])), ("cost", PolicySource::Cluster));
@@ -389,7 +405,7 @@ fn a_model_has_its_own_policy_unless_the_request_names_one() {
         policy: preferred.policy.as_deref(),
         ..ask(&identity, &[])
     };
-    let explained = bench.router.explain(&asked);
+    let explained = bench.explain(&asked);
     assert_eq!(
         explained.policy, live,
         "the live one with its live settings"

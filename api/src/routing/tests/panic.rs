@@ -37,7 +37,7 @@ impl Bench {
             self.router
                 .decider()
                 .backends
-                .report_answer(handle, UserKey(1));
+                .report_answer(handle, UserKey(1), Instant::now());
         }
     }
 
@@ -60,7 +60,7 @@ impl Bench {
 
     fn is_panic(&self) -> bool {
         let identity = self.identify("hello");
-        self.router.explain(&ask(&identity, &[])).is_panic
+        self.explain(&ask(&identity, &[])).is_panic
     }
 }
 
@@ -130,7 +130,7 @@ async fn an_answer_speaks_for_a_backend_for_a_while_and_until_it_cannot_be_reach
         .router
         .decider()
         .backends
-        .report_no_answer(handle, None);
+        .report_no_answer(handle, None, Instant::now());
     assert_eq!(bench.candidates(), [false, false]);
     let identity = bench.identify("hello");
     assert_eq!(
@@ -152,7 +152,7 @@ fn circuits_hold_while_probes_are_doubted() {
             .router
             .decider()
             .backends
-            .report_no_answer(handle, user);
+            .report_no_answer(handle, user, Instant::now());
     }
     let identity = bench.identify("hello");
     let verdicts = bench.verdicts(&ask(&identity, &[]));

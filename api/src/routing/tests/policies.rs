@@ -20,7 +20,7 @@ fn a_session_keeps_its_backend_and_moves_with_nobody() {
                 request_id,
                 ..ask(&identity, &[])
             };
-            bench.router.decider().decide(&ask).unwrap()
+            bench.decide_on(&ask).unwrap()
         };
         let home = decide("r-1");
         assert_eq!(home.reason, Reason::Session);
@@ -28,7 +28,7 @@ fn a_session_keeps_its_backend_and_moves_with_nobody() {
         seen.insert(home.backend);
     }
     assert_eq!(seen.len(), 3);
-    let explanation = bench.router.explain(&ask(&identity, &[]));
+    let explanation = bench.explain(&ask(&identity, &[]));
     assert_eq!(explanation.request.session, None);
     assert_eq!(explanation.reason, Some(Reason::Jitter));
 }
@@ -40,7 +40,7 @@ fn round_robin_takes_turns_and_explain_takes_none() {
     let identity = bench.identify("hello");
     let mut turns = Vec::new();
     for _ in 0..6 {
-        let explained = bench.router.explain(&ask(&identity, &[]));
+        let explained = bench.explain(&ask(&identity, &[]));
         let decision = bench.decide(&identity, &[]).unwrap();
         assert_eq!(explained.choice.as_deref(), Some(&*decision.name));
         assert_eq!(decision.reason, Reason::Turn);
@@ -59,15 +59,15 @@ fn vtc_basic_sees_what_users_used_and_only_while_it_decides() {
         Default::default(),
     )));
     let (_, mut attempt) = bench.start(&identity);
-    attempt.usage(usage(3000, Some(1000), 500));
-    attempt.end(AttemptEnd::Finished);
+    attempt.usage(usage(3000, Some(1000), 500), Instant::now());
+    attempt.end(AttemptEnd::Finished, Instant::now());
     bench.flush();
     let of = |user: &str| {
         let ask = RoutingRequest {
             user: &UserName::bounded(user),
             ..ask(&identity, &[])
         };
-        bench.router.explain(&ask)
+        bench.explain(&ask)
     };
     // Cached prompt tokens count, output counts twice.
     let ada = of("ada");
@@ -102,11 +102,8 @@ fn a_request_may_ask_for_another_policy() {
             policy: preferred.policy.as_deref(),
             ..ask(&identity, &[])
         };
-        assert_eq!(
-            bench.router.decider().decide(&ask).unwrap().policy,
-            policy.name()
-        );
-        let explanation = bench.router.explain(&ask);
+        assert_eq!(bench.decide_on(&ask).unwrap().policy, policy.name());
+        let explanation = bench.explain(&ask);
         assert_eq!(explanation.policy, policy);
         assert!(explanation.backends.iter().all(|it| it.would_be.is_some()));
     }
@@ -128,9 +125,9 @@ fn preble_e2_and_epp_see_what_only_they_look_at() {
         Default::default(),
     )));
     let (decision, attempt) = bench.start(&identity);
-    attempt.end(AttemptEnd::Finished);
+    attempt.end(AttemptEnd::Finished, Instant::now());
     bench.flush();
-    let explanation = bench.router.explain(&ask(&identity, &[]));
+    let explanation = bench.explain(&ask(&identity, &[]));
     let at = usize::from(decision.backend.slot.0);
     let free: Vec<_> = explanation
         .backends
@@ -140,7 +137,7 @@ fn preble_e2_and_epp_see_what_only_they_look_at() {
     assert_eq!(free[1 - at] - free[at], 40, "{free:?}");
     assert_eq!(explanation.reason, Some(Reason::Exploit));
     bench.admin(Command::PutPolicy(PolicyConfig::Epp(Default::default())));
-    let explanation = bench.router.explain(&ask(&identity, &[]));
+    let explanation = bench.explain(&ask(&identity, &[]));
     assert!(
         explanation
             .backends

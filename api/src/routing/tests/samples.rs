@@ -22,9 +22,9 @@ fn streams_teach_prices_and_whole_answers_do_not() {
     let identity = bench.identify(&"a".repeat(1000));
     for _ in 0..10 {
         let (_, mut attempt) = bench.start(&identity);
-        attempt.first_byte();
-        attempt.usage(usage(250, Some(0), 40));
-        attempt.end(AttemptEnd::Finished);
+        attempt.first_byte(Instant::now());
+        attempt.usage(usage(250, Some(0), 40), Instant::now());
+        attempt.end(AttemptEnd::Finished, Instant::now());
     }
     bench.tell();
     let served = bench.served(0);
@@ -32,26 +32,26 @@ fn streams_teach_prices_and_whole_answers_do_not() {
     assert!(matches!(prices, None | Some(0)), "{served:?}");
     for _ in 0..40 {
         let (_, mut attempt) = bench.start(&identity);
-        attempt.first_byte();
-        attempt.first_token();
-        attempt.first_token();
+        attempt.first_byte(Instant::now());
+        attempt.first_token(Instant::now());
+        attempt.first_token(Instant::now());
         for tokens in [1, 40, 80] {
-            attempt.usage(usage(250, Some(0), tokens));
+            attempt.usage(usage(250, Some(0), tokens), Instant::now());
         }
-        attempt.end(AttemptEnd::Finished);
+        attempt.end(AttemptEnd::Finished, Instant::now());
         bench.tell();
     }
     let learnt = bench.served(0).learnt.unwrap();
     assert_eq!(learnt.first_tokens, 40);
     assert!(learnt.gaps > 0);
-    let explained = bench.router.explain(&ask(&identity, &[]));
+    let explained = bench.explain(&ask(&identity, &[]));
     assert_eq!(explained.backends[0].prices, learnt.prices());
     assert!(explained.backends[0].prices.is_some());
     bench.admin(Command::PutRouting(state::policy::RoutingSettings {
         learn: false,
         ..Default::default()
     }));
-    let explained = bench.router.explain(&ask(&identity, &[]));
+    let explained = bench.explain(&ask(&identity, &[]));
     assert_eq!(explained.backends[0].prices, None);
     bench.assert_quiet();
 }
@@ -63,10 +63,10 @@ fn predictions_are_held_against_what_engines_tell() {
     for _ in 0..4 {
         let (decision, mut attempt) = bench.start(&identity);
         let predicted = u64::from(decision.matched) * 4;
-        attempt.first_byte();
+        attempt.first_byte(Instant::now());
         // The engine has nothing of what is believed to be there.
-        attempt.usage(usage(16_384, Some(0), 1));
-        attempt.end(AttemptEnd::Finished);
+        attempt.usage(usage(16_384, Some(0), 1), Instant::now());
+        attempt.end(AttemptEnd::Finished, Instant::now());
         bench.tell();
         let accuracy = bench.served(0).accuracy.unwrap();
         assert!(accuracy.predicted_tokens >= predicted);
@@ -87,13 +87,9 @@ fn a_sample_waits_until_it_is_worth_its_place() {
     let finish = |excluded: &[Slot]| {
         let decision = bench.decide(&identity, excluded).unwrap();
         let asked = ask(&identity, excluded);
-        let mut attempt =
-            bench
-                .router
-                .dispatcher()
-                .dispatch(&decision, &asked, DispatchTerms::default());
-        attempt.usage(usage(3, Some(0), 2));
-        attempt.end(AttemptEnd::Finished);
+        let mut attempt = bench.dispatch(&decision, &asked);
+        attempt.usage(usage(3, Some(0), 2), Instant::now());
+        attempt.end(AttemptEnd::Finished, Instant::now());
     };
     for _ in 0..7 {
         finish(&[Slot(1)]);
@@ -129,7 +125,7 @@ fn a_sampled_touch_is_told_to_the_log() {
     let is_touching = |_| {
         let (_, attempt) = bench.start(&identity);
         let is_touching = attempt.open.as_ref().unwrap().is_touching;
-        attempt.end(AttemptEnd::Finished);
+        attempt.end(AttemptEnd::Finished, Instant::now());
         is_touching
     };
     let touching = (0..400).map(is_touching).filter(|it| *it).count();

@@ -56,16 +56,16 @@ proptest! {
             }
             let identity = bench.identify(&text);
             let (_, mut attempt) = bench.start(&identity);
-            attempt.output(&"o".repeat(story.output));
+            attempt.output(&"o".repeat(story.output), Instant::now());
             if let Some((prompt, cached, made)) = story.reported {
-                attempt.first_byte();
-                attempt.usage(usage(prompt, cached, made));
+                attempt.first_byte(Instant::now());
+                attempt.usage(usage(prompt, cached, made), Instant::now());
             }
             if story.flush {
                 bench.flush();
             }
             match story.end {
-                Some(end) => attempt.end(end),
+                Some(end) => attempt.end(end, Instant::now()),
                 None => held.push(attempt),
             }
         }

@@ -96,13 +96,13 @@ fn an_answer_is_known_in_the_next_turn() {
             let first = read(&bench, &[question]);
             let (decision, mut attempt) = bench.start(&first.identity);
             for part in reply.split_inclusive(' ') {
-                attempt.output(part);
+                attempt.output(part, Instant::now());
             }
             if is_interrupted {
                 // A thought, which the next turn leaves out.
                 attempt.other_output(10);
             }
-            attempt.end(AttemptEnd::Finished);
+            attempt.end(AttemptEnd::Finished, Instant::now());
             bench.flush();
             let turns = [question, ("assistant", reply), ("user", "Well.")];
             let next = read(&bench, &turns);

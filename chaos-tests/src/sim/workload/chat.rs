@@ -8,6 +8,7 @@ use api::prompt::{ParsedBody, Prompt, PromptIdentity, ReplyShape};
 use api::routing::{Attempt, AttemptEnd, Decision, RoutingRequest, Usage, UserName};
 use lab::rng::Rng;
 use state::ids::Slot;
+use tokio::time::{Instant, sleep};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::engines::{EnginePrompt, EngineTiming};
@@ -189,7 +190,7 @@ async fn request(
             }
         };
         let Some(service) = reach(desk, ticket, &request, &decision, chat) else {
-            attempt.end(AttemptEnd::NotRun);
+            attempt.end(AttemptEnd::NotRun, Instant::now());
             excluded.push(decision.backend.slot);
             continue;
         };
@@ -299,32 +300,32 @@ impl AnswerStream<'_> {
             output,
         };
         if leaves_after == Some(0) {
-            attempt.end(AttemptEnd::ClientLeft);
+            attempt.end(AttemptEnd::ClientLeft, Instant::now());
             self.end("left-early", None);
             return 0;
         }
-        tokio::time::sleep(Duration::from_millis(service.first_ms)).await;
-        attempt.first_byte();
-        attempt.first_token();
+        sleep(Duration::from_millis(service.first_ms)).await;
+        attempt.first_byte(Instant::now());
+        attempt.first_token(Instant::now());
         for made in 1..=service.output {
             let text = format!("{:04x}", token(rng.below(1 << 20)) % 0xffff);
-            attempt.output(&text);
-            attempt.usage(usage(made));
+            attempt.output(&text, Instant::now());
+            attempt.usage(usage(made), Instant::now());
             if service.breaks_after == Some(made) {
-                attempt.end(AttemptEnd::Broken);
+                attempt.end(AttemptEnd::Broken, Instant::now());
                 self.end("broken", Some(told(made)));
                 return made;
             }
             if leaves_after == Some(made) {
-                attempt.end(AttemptEnd::ClientLeft);
+                attempt.end(AttemptEnd::ClientLeft, Instant::now());
                 self.end("left", Some(told(made)));
                 return made;
             }
             if made % 8 == 0 {
-                tokio::time::sleep(Duration::from_millis(service.gap_ms)).await;
+                sleep(Duration::from_millis(service.gap_ms)).await;
             }
         }
-        attempt.end(AttemptEnd::Finished);
+        attempt.end(AttemptEnd::Finished, Instant::now());
         self.end("finished", Some(told(service.output)));
         service.output
     }

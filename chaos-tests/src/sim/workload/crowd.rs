@@ -210,7 +210,7 @@ impl CrowdClient<'_> {
             }
         };
         let Some(service) = chat::reach(desk, ticket, &request, &decision, chat) else {
-            attempt.end(AttemptEnd::NotRun);
+            attempt.end(AttemptEnd::NotRun, Instant::now());
             chat::ended(desk, ticket, Some(RequestTokens::default()));
             return TryResult::Nothing("not run");
         };
@@ -267,7 +267,7 @@ impl PartialAnswer<'_> {
         for _ in 0..self.made {
             sleep(HIDDEN_GAP).await;
         }
-        attempt.end(AttemptEnd::ClientLeft);
+        attempt.end(AttemptEnd::ClientLeft, Instant::now());
         self.over(self.made, None);
     }
 
@@ -278,15 +278,15 @@ impl PartialAnswer<'_> {
             _ => Duration::from_millis(self.service.gap_ms),
         };
         sleep(Duration::from_millis(self.service.first_ms)).await;
-        attempt.first_byte();
-        attempt.first_token();
+        attempt.first_byte(Instant::now());
+        attempt.first_token(Instant::now());
         let mut end = AttemptEnd::Finished;
         let mut made = 0;
         while made < self.made {
             made += 1;
-            attempt.output("abcd");
+            attempt.output("abcd", Instant::now());
             if manner != ClientBehaviour::Unreported {
-                attempt.usage(self.usage(made));
+                attempt.usage(self.usage(made), Instant::now());
             }
             sleep(gap).await;
             let has_left = manner == ClientBehaviour::Impatient && Instant::now() >= self.until;
@@ -295,7 +295,7 @@ impl PartialAnswer<'_> {
                 break;
             }
         }
-        attempt.end(end);
+        attempt.end(end, Instant::now());
         let is_reported = manner != ClientBehaviour::Unreported && made > 0;
         self.over(made, is_reported.then(|| self.usage(made)));
     }

@@ -14,7 +14,7 @@ use raft::{MemoryDisk, PeerChannel, PeerService};
 use state::admission::{AdmissionSettings, Concurrency};
 use state::command::{BackendSpec, Command};
 use state::ids::Slot;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tower::ServiceExt;
 
 use super::*;
@@ -159,16 +159,19 @@ fn chat(core: &ReplicaCore, rng: &mut Rng, number: u64) -> Arc<Chat> {
 /// Plays an engine for one attempt.
 async fn serve(mut attempt: Attempt, millis: u64, tokens: u64) {
     sleep(Duration::from_millis(millis)).await;
-    attempt.output("some words of an answer ");
-    attempt.usage(Usage {
-        prompt_tokens: 10 * tokens,
-        cached_tokens: Some(tokens),
-        completion_tokens: tokens,
-    });
+    attempt.output("some words of an answer ", Instant::now());
+    attempt.usage(
+        Usage {
+            prompt_tokens: 10 * tokens,
+            cached_tokens: Some(tokens),
+            completion_tokens: tokens,
+        },
+        Instant::now(),
+    );
     match tokens % 5 {
         0 => drop(attempt),
-        1 => attempt.end(AttemptEnd::Broken),
-        _ => attempt.end(AttemptEnd::Finished),
+        1 => attempt.end(AttemptEnd::Broken, Instant::now()),
+        _ => attempt.end(AttemptEnd::Finished, Instant::now()),
     }
 }
 
