@@ -123,6 +123,8 @@ pub struct MemberStatus {
     pub is_voter: bool,
     /// Whether it is connected.
     pub is_connected: bool,
+    /// Whether its host answers that nothing listens at its address: its process is gone.
+    pub is_refusing: bool,
     /// Number of entries it lags behind; known on the leader only.
     pub lag: Option<u64>,
     /// How far its wall clock is ahead of this replica's, in milliseconds. `None` for this replica

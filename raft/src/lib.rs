@@ -73,7 +73,8 @@ pub use machine::{
 };
 pub use memory::{DiskShortage, MemoryDisk};
 pub use net::{
-    PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService, Secret, Tcp, Transport,
+    ConnectError, PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService, Secret, Tcp,
+    Transport,
 };
 pub use options::{Formation, Peers, ReplicaOptions};
 pub use replica::Replica;

@@ -70,6 +70,8 @@ pub struct Member {
     pub is_voter: bool,
     /// Whether the stream of messages to it is open, as seen from here.
     pub is_connected: bool,
+    /// Whether its host answers that nothing listens at its address: its process is gone.
+    pub is_refusing: bool,
     /// How many entries it is behind; known on the leader only.
     pub lag: Option<u64>,
 }

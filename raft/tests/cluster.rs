@@ -163,7 +163,9 @@ async fn messages_reach_every_peer_newest_first() {
     }
     cluster.seat(2).crash().await;
     cluster.seats[0]
-        .wait("lost", |status| !status.members[&2].is_connected)
+        .wait("lost", |status| {
+            !status.members[&2].is_connected && status.members[&2].is_refusing
+        })
         .await;
     cluster.shutdown().await;
 }

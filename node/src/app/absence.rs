@@ -1,5 +1,8 @@
-//! Session expiry: the leader closes what replicas that have been silent for long left open in
-//! their sessions, so that their leases and requests do not count forever.
+//! Session expiry: the leader closes what replicas that are gone left open in their sessions, so
+//! that their leases and requests do not count forever.
+//!
+//! A host that answers that nothing listens at a replica's address says that its process is gone:
+//! its session ends at once. Silence may be the network's: it has to last.
 //!
 //! A replica that was killed and has restarted is heard again, and its first proposal ends its
 //! former session. A replica without requests proposes nothing, so it ends that session here.
@@ -20,39 +23,60 @@ use super::ticks::every;
 /// its requests are over. If it was only cut off, it continues in the same session when it returns.
 pub(super) const ABSENT_AFTER: Duration = Duration::from_secs(10);
 
-/// Interval at which presence is checked.
-const INTERVAL: Duration = Duration::from_secs(1);
+/// How long a replica's address must have refused connections before its session ends. One refusal
+/// may come from a name that resolves to another host at the moment.
+pub(super) const GONE_AFTER: Duration = Duration::from_millis(200);
 
-/// Since when each replica with an open session has been silent. Pure: time and observations are
-/// arguments.
+/// Interval at which presence is checked.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// What the leader sees of a replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Presence {
+    Connected,
+    /// No connection and no refusal, or no member any more.
+    Silent,
+    /// Nothing listens at its address.
+    Gone,
+}
+
+/// Since when each replica with an open session has been silent, and gone. Pure: time and
+/// observations are arguments.
 #[derive(Debug, Default)]
 pub(super) struct SessionExpiry {
     since: BTreeMap<ReplicaId, Instant>,
+    gone_since: BTreeMap<ReplicaId, Instant>,
     /// Expired sessions whose replica has not returned.
     ended: BTreeMap<ReplicaId, SessionId>,
 }
 
 impl SessionExpiry {
-    /// Records one observation and returns the sessions to expire: those of replicas that
-    /// `is_present` has denied at every observation for [`ABSENT_AFTER`], except those
-    /// [`SessionExpiry::ended`] since.
+    /// Records one observation and returns the sessions to expire: those of replicas that were not
+    /// connected at any observation for [`ABSENT_AFTER`], or gone at every one for [`GONE_AFTER`],
+    /// except those [`SessionExpiry::ended`] since.
     pub(super) fn observe(
         &mut self,
         now: Instant,
         sessions: &[(ReplicaId, SessionId)],
-        is_present: impl Fn(ReplicaId) -> bool,
+        presence: impl Fn(ReplicaId) -> Presence,
     ) -> Vec<(ReplicaId, SessionId)> {
-        self.since.retain(|id, _| !is_present(*id));
-        self.ended.retain(|id, _| !is_present(*id));
-        let mut gone = Vec::new();
-        for &(replica, session) in sessions.iter().filter(|(replica, _)| !is_present(*replica)) {
-            let since = *self.since.entry(replica).or_insert(now);
-            let is_ended = self.ended.get(&replica) == Some(&session);
-            if !is_ended && now.duration_since(since) >= ABSENT_AFTER {
-                gone.push((replica, session));
+        let is_absent = |id: &ReplicaId| presence(*id) != Presence::Connected;
+        let is_gone = |id: &ReplicaId| presence(*id) == Presence::Gone;
+        self.since.retain(|id, _| is_absent(id));
+        self.ended.retain(|id, _| is_absent(id));
+        self.gone_since.retain(|id, _| is_gone(id));
+        let mut expired = Vec::new();
+        for &(replica, session) in sessions.iter().filter(|(replica, _)| is_absent(replica)) {
+            let lasts = |since: &mut BTreeMap<ReplicaId, Instant>, least: Duration| {
+                now.duration_since(*since.entry(replica).or_insert(now)) >= least
+            };
+            let is_over = lasts(&mut self.since, ABSENT_AFTER)
+                || is_gone(&replica) && lasts(&mut self.gone_since, GONE_AFTER);
+            if is_over && self.ended.get(&replica) != Some(&session) {
+                expired.push((replica, session));
             }
         }
-        gone
+        expired
     }
 
     /// Records that a session was expired, which is needed only once.
@@ -84,14 +108,13 @@ pub(super) async fn watch(cluster: Arc<dyn Cluster>, stop: CancellationToken) {
             absences.clear();
             continue;
         }
-        let is_present = |id: ReplicaId| {
-            id == status.id
-                || status
-                    .members
-                    .get(&id)
-                    .is_some_and(|member| member.is_connected)
+        let presence = |id: ReplicaId| match status.members.get(&id) {
+            _ if id == status.id => Presence::Connected,
+            Some(member) if member.is_connected => Presence::Connected,
+            Some(member) if member.is_refusing => Presence::Gone,
+            Some(_) | None => Presence::Silent,
         };
-        for (replica, session) in absences.observe(Instant::now(), &sessions, is_present) {
+        for (replica, session) in absences.observe(Instant::now(), &sessions, presence) {
             let command = Command::ExpireSession { replica, session };
             match cluster.submit(command).await {
                 Ok(committed) => {
@@ -168,7 +191,7 @@ mod tests {
     fn a_session_ends_after_enough_silence() {
         let mut absences = SessionExpiry::default();
         let start = Instant::now();
-        let only_one = |id: ReplicaId| id == ReplicaId(1);
+        let only_one = only_one(Presence::Silent);
         assert_eq!(absences.observe(start, &SESSIONS, only_one), []);
         assert_eq!(
             absences.observe(start + ABSENT_AFTER / 2, &SESSIONS, only_one),
@@ -187,12 +210,42 @@ mod tests {
     fn a_sign_of_life_starts_the_silence_anew() {
         let mut absences = SessionExpiry::default();
         let start = Instant::now();
-        let only_one = |id: ReplicaId| id == ReplicaId(1);
+        let only_one = only_one(Presence::Silent);
         absences.observe(start, &SESSIONS, only_one);
-        absences.observe(start + ABSENT_AFTER / 2, &SESSIONS, |_| true);
+        absences.observe(start + ABSENT_AFTER / 2, &SESSIONS, |_| Presence::Connected);
         assert_eq!(
             absences.observe(start + ABSENT_AFTER, &SESSIONS, only_one),
             []
         );
+    }
+
+    #[test]
+    fn the_session_of_a_process_that_is_gone_ends_at_once() {
+        let mut absences = SessionExpiry::default();
+        let start = Instant::now();
+        let gone = only_one(Presence::Gone);
+        assert_eq!(absences.observe(start, &SESSIONS, gone), []);
+        let expired = absences.observe(start + GONE_AFTER, &SESSIONS, gone);
+        assert_eq!(expired, [(ReplicaId(2), SessionId(20))]);
+    }
+
+    #[test]
+    fn a_refusal_among_silence_ends_nothing() {
+        let mut absences = SessionExpiry::default();
+        let start = Instant::now();
+        absences.observe(start, &SESSIONS, only_one(Presence::Gone));
+        let soon = start + GONE_AFTER;
+        absences.observe(soon, &SESSIONS, only_one(Presence::Silent));
+        let gone = only_one(Presence::Gone);
+        let later = soon + Duration::from_millis(1);
+        assert_eq!(absences.observe(later, &SESSIONS, gone), []);
+    }
+
+    /// Replica 1 leads; the others are as given.
+    fn only_one(others: Presence) -> impl Fn(ReplicaId) -> Presence + Copy {
+        move |id| match id {
+            ReplicaId(1) => Presence::Connected,
+            _ => others,
+        }
     }
 }

@@ -63,6 +63,7 @@ mod tests {
                 .collect(),
             is_voter: true,
             is_connected: true,
+            is_refusing: false,
             lag: None,
         };
         Status {

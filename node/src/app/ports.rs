@@ -319,6 +319,7 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
             labels: member.labels.clone(),
             is_voter: member.is_voter,
             is_connected: member.is_connected,
+            is_refusing: member.is_refusing,
             lag: member.lag,
             clock_skew_ms: None,
         };

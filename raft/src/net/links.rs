@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::future::Future;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tonic::{Code, Response, Status};
 
 use super::reachability::Reachability;
-use super::transport::{PeerChannel, Transport};
+use super::transport::{ConnectError, PeerChannel, Transport};
 use super::{CONNECT_TIMEOUT, MESSAGE_BYTES_MAX};
 use crate::determinism::watch;
 use crate::identity::ReplicaIdentity;
@@ -78,6 +78,8 @@ struct PeerLink {
     state: watch::WatchSender<LinkState>,
     /// Connection attempts, counted over all links.
     attempts: Arc<AtomicU64>,
+    /// Whether the last attempt found that nothing listens at the address.
+    is_refused: AtomicBool,
 }
 
 #[derive(Debug, Clone)]
@@ -188,7 +190,8 @@ impl PeerLinks {
     ) -> Result<T, Status> {
         let answer = timeout(limit, async {
             let channel = connect(&*self.transport, address).await;
-            call(client(channel.map_err(Status::unavailable)?)).await
+            let channel = channel.map_err(|error| Status::unavailable(error.why));
+            call(client(channel?)).await
         });
         match answer.await {
             Ok(answer) => answer.map(Response::into_inner),
@@ -201,6 +204,11 @@ impl Peer {
     /// The header of a call to this peer.
     pub(crate) fn header(&self) -> proto::Header {
         self.identity.header(self.id, self.store)
+    }
+
+    /// Whether the last connection attempt found that nothing listens at the peer's address.
+    pub(crate) fn is_refusing(&self) -> bool {
+        self.bulk.is_refused()
     }
 
     /// Makes one call, within `limit` including the connection.
@@ -255,6 +263,7 @@ impl PeerLink {
             transport,
             state: watch::WatchSender::new(state),
             attempts,
+            is_refused: AtomicBool::new(false),
         }
     }
 
@@ -291,11 +300,14 @@ impl PeerLink {
         let number = self.attempts.fetch_add(1, Ordering::Relaxed);
         let link = self.clone();
         tokio::spawn(async move {
-            let next = match connect(&*link.transport, &link.address).await {
+            let connected = connect(&*link.transport, &link.address).await;
+            let is_refused = connected.as_ref().is_err_and(|error| error.is_refused);
+            link.is_refused.store(is_refused, Ordering::Relaxed);
+            let next = match connected {
                 Ok(channel) => LinkState::Up { channel, number },
-                Err(why) => LinkState::Down {
+                Err(error) => LinkState::Down {
                     retry: retry.after_failure(Instant::now()),
-                    why,
+                    why: error.why,
                 },
             };
             link.state.send_replace(next);
@@ -314,6 +326,10 @@ impl PeerLink {
             }
             is_it
         });
+    }
+
+    fn is_refused(&self) -> bool {
+        self.is_refused.load(Ordering::Relaxed)
     }
 
     fn retry_now(&self) {
@@ -340,10 +356,10 @@ pub(crate) fn client(channel: PeerChannel) -> PeerClient {
         .max_encoding_message_size(MESSAGE_BYTES_MAX)
 }
 
-async fn connect(transport: &dyn Transport, address: &str) -> Result<PeerChannel, String> {
+async fn connect(transport: &dyn Transport, address: &str) -> Result<PeerChannel, ConnectError> {
     timeout(CONNECT_TIMEOUT, transport.connect(address.to_owned()))
         .await
-        .unwrap_or_else(|_| Err(format!("connect to {address}: no answer")))
+        .unwrap_or_else(|_| Err(format!("connect to {address}: no answer").into()))
 }
 
 #[cfg(test)]
@@ -378,6 +394,7 @@ mod tests {
         let tcp = Arc::new(Tcp::new(here).unwrap());
         let link = Arc::new(PeerLink::new(&address, tcp, attempts.clone()));
         assert!(link.channel().await.is_err());
+        assert!(link.is_refused(), "its host answers that nobody listens");
         assert_eq!(attempts.load(Ordering::Relaxed), 1);
         // As long as the next try is not due, no number of calls makes one.
         let LinkState::Down { retry, why } = link.state.borrow().clone() else {
@@ -395,5 +412,11 @@ mod tests {
         link.retry_now();
         assert!(link.channel().await.is_err());
         assert_eq!(attempts.load(Ordering::Relaxed), 2);
+        // Somebody listens there again.
+        let _back = TcpListener::bind(&address).await.unwrap();
+        link.retry_now();
+        // Nobody accepts: the connection stays without an answer, which is no refusal.
+        assert!(link.channel().await.is_ok());
+        assert!(!link.is_refused());
     }
 }

@@ -33,7 +33,9 @@ pub(crate) use self::sender::PeerSender;
 pub use self::tcp::{PeerSecret, Secret, Tcp};
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::tcp::{read_first, write_first};
-pub use self::transport::{PeerChannel, PeerRequest, PeerResponse, PeerService, Transport};
+pub use self::transport::{
+    ConnectError, PeerChannel, PeerRequest, PeerResponse, PeerService, Transport,
+};
 
 /// Largest message on the wire. A batch of entries and a single command are far smaller.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 64 * 1024 * 1024;

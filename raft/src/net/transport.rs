@@ -19,6 +19,26 @@ pub type PeerChannel = BoxCloneSyncService<PeerRequest, PeerResponse, tonic::Sta
 /// Answers the calls of peers.
 pub type PeerService = BoxCloneSyncService<PeerRequest, PeerResponse, std::convert::Infallible>;
 
+/// Why there is no connection to a peer.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{why}")]
+pub struct ConnectError {
+    /// The reason, for people.
+    pub why: String,
+    /// Whether the peer's host answered that nothing listens at the address: the process is gone,
+    /// whereas silence may be the network's.
+    pub is_refused: bool,
+}
+
+impl From<String> for ConnectError {
+    fn from(why: String) -> Self {
+        Self {
+            why,
+            is_refused: false,
+        }
+    }
+}
+
 /// Carries calls between replicas.
 pub trait Transport: Send + Sync + 'static {
     /// The address at which peers are served.
@@ -29,7 +49,7 @@ pub trait Transport: Send + Sync + 'static {
     ///
     /// # Errors
     /// Says why there is no connection.
-    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, String>>;
+    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, ConnectError>>;
 
     /// Serves peers until `stop`, then finishes the calls in flight. Called once.
     ///

@@ -227,6 +227,7 @@ impl ReplicaInner {
                 labels: node.labels.clone(),
                 is_voter: voters.contains(id),
                 is_connected: is_us || connected.contains(id),
+                is_refusing: self.links.peer(*id).is_some_and(|peer| peer.is_refusing()),
                 lag: if is_us {
                     metrics.replication.is_some().then_some(0)
                 } else {

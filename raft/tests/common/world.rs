@@ -12,8 +12,8 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use http_body::Frame;
 use raft::{
-    MemoryDisk, PeerChannel, PeerRequest, PeerResponse, PeerService, Replica, ReplicaOptions,
-    Status, Storage, Transport, random,
+    ConnectError, MemoryDisk, PeerChannel, PeerRequest, PeerResponse, PeerService, Replica,
+    ReplicaOptions, Status, Storage, Transport, random,
 };
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -86,10 +86,14 @@ impl World {
         !self.cut.lock().unwrap().ways.contains(&(to, from))
     }
 
-    fn service(&self, to: u8) -> Result<PeerService, String> {
+    fn service(&self, to: u8) -> Result<PeerService, ConnectError> {
         let listening = self.listening.lock().unwrap();
         let address = address(to).to_string();
-        listening.get(&address).cloned().ok_or("refused".to_owned())
+        let refused = || ConnectError {
+            why: "refused".to_owned(),
+            is_refused: true,
+        };
+        listening.get(&address).cloned().ok_or_else(refused)
     }
 
     async fn call(self, from: u8, to: u8, request: PeerRequest) -> Result<PeerResponse, Refusal> {
@@ -98,7 +102,9 @@ impl World {
         if !self.passes(from, to) {
             std::future::pending::<()>().await;
         }
-        let mut service = self.service(to).map_err(Refusal::unavailable)?;
+        let mut service = self
+            .service(to)
+            .map_err(|error| Refusal::unavailable(error.why))?;
         let world = self.clone();
         let request = request.map(|body| {
             Body::new(Way {
@@ -153,7 +159,7 @@ impl Transport for Port {
         address(self.id)
     }
 
-    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, String>> {
+    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, ConnectError>> {
         let (world, from) = (self.world.clone(), self.id);
         Box::pin(async move {
             let to = id_of(&address);

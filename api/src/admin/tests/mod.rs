@@ -147,6 +147,7 @@ fn status() -> ClusterStatus {
         labels: BTreeMap::new(),
         is_voter: true,
         is_connected: true,
+        is_refusing: false,
         lag,
         clock_skew_ms: lag.map(|_| -500),
     };

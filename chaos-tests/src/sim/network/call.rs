@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use http_body_util::BodyExt;
-use raft::{PeerChannel, PeerRequest, PeerResponse, PeerService, Transport};
+use raft::{ConnectError, PeerChannel, PeerRequest, PeerResponse, PeerService, Transport};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
@@ -267,7 +267,7 @@ impl SimNetwork {
         true
     }
 
-    async fn connect(self, from: u8, from_run: u64, to: u8) -> Result<PeerChannel, String> {
+    async fn connect(self, from: u8, from_run: u64, to: u8) -> Result<PeerChannel, ConnectError> {
         let (opened, is_open) = oneshot::channel();
         let connection = {
             let mut state = self.lock();
@@ -352,7 +352,7 @@ impl Transport for SimTransport {
         SocketAddr::from(([10, 0, 0, self.id], 7000))
     }
 
-    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, String>> {
+    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, ConnectError>> {
         let (network, from, run) = (self.network.clone(), self.id, self.run);
         Box::pin(async move {
             let to = host_of(&address).ok_or_else(|| format!("no host at {address}"))?;

@@ -1,6 +1,6 @@
 //! What a message of the simulated network does on arrival.
 
-use raft::PeerRequest;
+use raft::{ConnectError, PeerRequest};
 use tower::ServiceExt;
 
 use super::body::{BodyPiece, WholeBody, hash_of, stream};
@@ -68,7 +68,10 @@ impl NetworkState {
         };
         let answer = if refused {
             self.connections.remove(&number);
-            Err("connection refused".to_owned())
+            Err(ConnectError {
+                why: "connection refused".to_owned(),
+                is_refused: true,
+            })
         } else {
             Ok(())
         };

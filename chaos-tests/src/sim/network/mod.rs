@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lab::rng::Rng;
-use raft::PeerService;
+use raft::{ConnectError, PeerService};
 use tokio::runtime::Handle;
 use tonic::Status;
 
@@ -88,7 +88,7 @@ struct SimConnection {
     /// When nothing came through any more, and how long that may last.
     silent: Option<(u64, u64)>,
     /// Told once the other side has accepted or refused it.
-    opened: Option<tokio::sync::oneshot::Sender<Result<(), String>>>,
+    opened: Option<tokio::sync::oneshot::Sender<Result<(), ConnectError>>>,
 }
 
 struct NetworkState {
@@ -516,7 +516,7 @@ impl NetworkState {
             connection.is_broken = true;
             if let Some(opened) = connection.opened.take() {
                 // Who connected may have given up.
-                let _gone = opened.send(Err("connection reset".to_owned()));
+                let _gone = opened.send(Err("connection reset".to_owned().into()));
             }
         }
         self.forget_calls(number, side);

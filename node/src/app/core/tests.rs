@@ -10,7 +10,7 @@ use api::ports::BoxFuture;
 use api::prompt::{PromptIdentity, parse};
 use api::routing::{Attempt, AttemptEnd, RoutingRequest, Usage, UserName};
 use lab::rng::Rng;
-use raft::{MemoryDisk, PeerChannel, PeerService};
+use raft::{ConnectError, MemoryDisk, PeerChannel, PeerService};
 use state::admission::{AdmissionSettings, Concurrency};
 use state::command::{BackendSpec, Command};
 use state::ids::Slot;
@@ -29,10 +29,10 @@ impl Transport for Alone {
         SocketAddr::from(([127, 0, 0, 1], 7000))
     }
 
-    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, String>> {
+    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, ConnectError>> {
         let service = self.0.lock().unwrap().clone();
         let channel = service.map(|own| PeerChannel::new(own.map_err(|never| match never {})));
-        Box::pin(async move { channel.ok_or(format!("nobody listens at {address} yet")) })
+        Box::pin(async move { channel.ok_or(format!("nobody listens at {address} yet").into()) })
     }
 
     fn serve(

@@ -12,6 +12,7 @@ mod encrypted;
 mod handshake;
 mod incoming;
 
+use std::error::Error as StdError;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -31,7 +32,7 @@ pub use self::handshake::{PeerSecret, Secret};
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::handshake::{read_first, write_first};
 use super::CONNECT_TIMEOUT;
-use super::transport::{PeerChannel, PeerService, Transport};
+use super::transport::{ConnectError, PeerChannel, PeerService, Transport};
 use crate::locks::lock;
 use crate::log_throttle::LogThrottle;
 
@@ -102,12 +103,24 @@ async fn speak(
     endpoint.connect_with_connector(connector).await
 }
 
+fn connect_error(address: &str, error: &(dyn StdError + 'static)) -> ConnectError {
+    let mut causes = std::iter::successors(Some(error), |error| (*error).source());
+    let is_refused = causes.any(|cause| {
+        let io = cause.downcast_ref::<io::Error>();
+        io.is_some_and(|io| io.kind() == io::ErrorKind::ConnectionRefused)
+    });
+    ConnectError {
+        why: format!("connect to {address}: {error}"),
+        is_refused,
+    }
+}
+
 impl Transport for Tcp {
     fn local_addr(&self) -> SocketAddr {
         self.local_addr
     }
 
-    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, String>> {
+    fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, ConnectError>> {
         let (secret, refusals) = (self.secret.clone(), self.refusals.clone());
         Box::pin(async move {
             let endpoint = endpoint(&address)?;
@@ -117,12 +130,12 @@ impl Transport for Tcp {
                     let connection = accept::dial(&address, &secret).await;
                     let connection = connection.map_err(|why| {
                         accept::log_failure(&refusals, &address, &why);
-                        format!("connect to {address}: {why}")
+                        connect_error(&address, &why)
                     })?;
                     speak(endpoint, connection).await
                 }
             };
-            let channel = channel.map_err(|error| format!("connect to {address}: {error}"))?;
+            let channel = channel.map_err(|error| connect_error(&address, &error))?;
             let broken = |error| tonic::Status::from_error(Box::new(error));
             Ok(PeerChannel::new(channel.map_err(broken)))
         })

@@ -31,7 +31,8 @@ async fn connect_with(
 ) -> Result<PeerClient<PeerChannel>, String> {
     let own = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let tcp = Tcp::new(own).unwrap().with_secret(secret);
-    tcp.connect(address.to_owned()).await.map(client)
+    let connected = tcp.connect(address.to_owned()).await;
+    connected.map(client).map_err(|error| error.why)
 }
 
 async fn connect(address: &str) -> PeerClient<PeerChannel> {
