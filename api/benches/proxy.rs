@@ -334,14 +334,13 @@ fn spawn_proxy(fleet: &Fleet) -> (SocketAddr, String) {
     settings.pool.idle_timeout = Duration::from_secs(60);
     let metrics = Arc::new(ProxyMetrics::default());
     let (router, backends) = (Arc::clone(&fleet.router), Arc::clone(&fleet.backends));
-    let view = fleet.log.0.lock().expect("nobody panics").0.view();
     on_thread(move |tell| async move {
         let (listener, address) = listen().await;
         tell.send(address).expect("main waits for it");
-        let admission = Arc::new(Admission::new(router));
+        let admission = Arc::new(Admission::new(&router));
         let serving = Arc::clone(&admission);
         tokio::spawn(async move { serving.run(CancellationToken::new()).await });
-        let proxy = Arc::new(Proxy::new(admission, backends, view, settings, metrics));
+        let proxy = Arc::new(Proxy::new(&router, admission, backends, settings, metrics));
         Server::new(listener, proxy)
             .run(CancellationToken::new(), Duration::ZERO)
             .await;

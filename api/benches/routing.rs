@@ -325,7 +325,7 @@ fn admit(c: &mut Criterion) {
             attempt.end(AttemptEnd::NotRun, Instant::now());
         });
     });
-    let admission = Arc::new(Admission::new(Arc::clone(&fleet.router)));
+    let admission = Arc::new(Admission::new(&fleet.router));
     c.bench_function("admit, end/8 blocks", |b| {
         b.iter(|| {
             let admitted = admission.admit(&request, &[]).now_or_never();

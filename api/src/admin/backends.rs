@@ -189,8 +189,8 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
         .zip(owned)
         .map(|(backend, (owned_blocks, events))| {
             let record = admin.backends.record(backend.handle.slot);
-            let here = admin.router.load().here(backend.handle);
-            let cluster = admin.router.load().cluster(backend.handle, now);
+            let here = admin.load.here(backend.handle);
+            let cluster = admin.load.cluster(backend.handle, now);
             let in_flight = InFlightCounts {
                 here: here.running,
                 cluster: cluster.running,

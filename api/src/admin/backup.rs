@@ -98,7 +98,7 @@ fn freeze(admin: &Admin) -> Result<(FrozenState, BackupHead), Problem> {
         }
         let frozen = state.freeze();
         let head = BackupHead {
-            made_at_ms: admin.router.clock().unix_ms(),
+            made_at_ms: admin.clock.unix_ms(),
             cluster: status.cluster_id.clone(),
             replica: status.id.0,
             version: status.version.to_owned(),

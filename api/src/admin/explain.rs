@@ -65,7 +65,7 @@ pub(super) async fn explain(
     }
     let body = body_bytes(&would_be.body)?;
     at_level(&admin, query.read).await?;
-    let read = admin.router.reader().read(&would_be.path, &body).await;
+    let read = admin.reader.read(&would_be.path, &body).await;
     let ReadRequest {
         parsed,
         identity,
@@ -74,7 +74,7 @@ pub(super) async fn explain(
     ids.truncate(SHOWN_IDS_MAX);
     let headers = headers(&would_be.headers)?;
     let request_id = headers.get("x-request-id");
-    let preferences = admin.router.decider().preferences(&headers);
+    let preferences = admin.decider.preferences(&headers);
     let preferences = preferences.map_err(|why| {
         let field = format!("headers.{}", why.header());
         invalid(&field, why.to_string())
@@ -90,14 +90,15 @@ pub(super) async fn explain(
         labels: &preferences.labels,
         excluded: &[],
     };
-    let explanation = admin.router.explain(&ask, Instant::now());
+    let outbox = admin.outbox.status();
+    let explanation = admin.decider.explain(&ask, outbox, Instant::now());
     Ok(json(&ExplainResponse {
         read: match query.read {
             ReadLevel::Local => "local",
             ReadLevel::Linearizable => "linearizable",
         },
         stream: parsed.stream,
-        tokenizer: admin.router.reader().tokenizer_name(&parsed.model),
+        tokenizer: admin.reader.tokenizer_name(&parsed.model),
         unit: identity.unit,
         token_ids: would_be.token_ids.then_some(ids),
         explanation,

@@ -48,13 +48,15 @@ pub use stream::STREAMS_MAX;
 
 use crate::admission::Admission;
 use crate::backends::Backends;
+use crate::clock::Clock;
 use crate::divergence::Digests;
 use crate::error::Problem;
 use crate::events::EventBus;
 use crate::kv_events::board::StreamBoard;
 use crate::metrics::{Metrics, ScrapedReplica};
 use crate::ports::Cluster;
-use crate::routing;
+use crate::prompt::PromptReader;
+use crate::routing::{Decider, LoadTable, SharedOutbox};
 use origin::{OwnNames, own_site};
 
 /// Maximum length of a request body, in bytes.
@@ -70,8 +72,16 @@ pub struct Admin {
     pub cluster: Arc<dyn Cluster>,
     /// Published part of the state.
     pub view: Arc<StateView>,
-    /// Router, for `explain` and requests in flight.
-    pub router: Arc<routing::Router>,
+    /// Reads prompts, for `explain`.
+    pub reader: Arc<PromptReader>,
+    /// Decides, for `explain`.
+    pub decider: Arc<Decider>,
+    /// Requests in flight.
+    pub load: Arc<LoadTable>,
+    /// What the log does not know yet.
+    pub outbox: Arc<SharedOutbox>,
+    /// Dates backups.
+    pub clock: Clock,
     /// Queues of waiting requests.
     pub admission: Arc<Admission>,
     /// Health of the engines.
@@ -338,7 +348,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
     admin.metrics.watch(ScrapedReplica {
         cluster: Arc::clone(&admin.cluster),
         view: Arc::clone(&admin.view),
-        load: Arc::clone(admin.router.load()),
+        load: Arc::clone(&admin.load),
         backends: Arc::clone(&admin.backends),
         digests: Arc::clone(&admin.digests),
         kv_board: Arc::clone(&admin.kv_board),

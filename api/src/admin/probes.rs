@@ -85,7 +85,7 @@ fn readiness(admin: &Admin) -> Readiness {
         }
         (false, _) => against.push("not caught up with the cluster".to_owned()),
     }
-    if admin.router.outbox().status().is_degraded {
+    if admin.outbox.status().is_degraded {
         lacking.push("local updates have not been committed for over a second".to_owned());
     }
     let mut warnings = Vec::new();
@@ -123,7 +123,7 @@ fn has_healthy_backend(admin: &Admin) -> bool {
 }
 
 pub(super) async fn metrics(State(admin): State<AdminState>) -> Response {
-    admin.router.refresh_metrics();
+    admin.decider.refresh_metrics(&admin.outbox.status());
     let text = admin.metrics.encode();
     (
         [(CONTENT_TYPE, HeaderValue::from_static(OPENMETRICS))],

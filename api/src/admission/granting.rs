@@ -73,7 +73,7 @@ impl Admission {
         };
         if let Some(entry) = line.entries.get_mut(&waiting.ticket) {
             // What there is no room for is told later.
-            self.router.outbox().note(Item::Wait(wait));
+            self.outbox.note(Item::Wait(wait));
             entry.told = Some(look.now);
         }
     }
@@ -85,7 +85,7 @@ impl Admission {
             return;
         }
         let ticket = entry.ticket;
-        self.router.outbox().note(Item::Leave { ticket });
+        self.outbox.note(Item::Leave { ticket });
         let back = ReturnedTicket {
             at: now,
             is_settled: entry.granted.is_some(),
@@ -99,7 +99,7 @@ impl Admission {
 
     /// Lets go whom the log has granted, tells it who waits and what room there is.
     pub(super) fn serve_granted(&self, line: &mut ModelQueue, model: ModelKey, look: &QueueScan) {
-        let (grants, now) = (self.router.view().grants(), look.now);
+        let (grants, now) = (self.view.grants(), look.now);
         self.tell_all(line, model, &grants, look);
         let open = self.use_grants(line, model, &grants, look);
         let waiting = line.queue.len();
@@ -107,7 +107,7 @@ impl Admission {
             return;
         };
         let mut asking = self.asking();
-        let ended = self.router.load().ended().saturating_sub(asking.ended);
+        let ended = self.load.ended().saturating_sub(asking.ended);
         let since = asking.asked.get(&model);
         let is_unused = since.is_none_or(|at| now.saturating_duration_since(*at) >= UNUSED_MAX);
         let wanted = if is_unused {
@@ -115,11 +115,11 @@ impl Admission {
         } else {
             ended.min(GRANTS_MAX)
         };
-        let places = self.router.decider().free_places(&first.ask(), now);
+        let places = self.decider.free_places(&first.ask(), now);
         let count = wanted.min(places.saturating_sub(open)).min(waiting as u64);
         if let Ok(count @ 1..) = u32::try_from(count) {
-            self.router.outbox().note(Item::Grant { model, count });
-            self.router.outbox().hurry();
+            self.outbox.note(Item::Grant { model, count });
+            self.outbox.hurry();
             asking.asked.insert(model, now);
         }
     }
@@ -132,7 +132,7 @@ impl Admission {
         grants: &GrantsView,
         look: &QueueScan,
     ) {
-        let (now, replica) = (look.now, self.router.replica());
+        let (now, replica) = (look.now, self.replica);
         let is_due = |waiting: &&QueuedRequest| {
             let told = line.entries.get(&waiting.ticket).and_then(|it| it.told);
             told.is_none_or(|at| {
@@ -145,7 +145,7 @@ impl Admission {
             self.tell(line, model, waiting, look);
         }
         if !due.is_empty() {
-            self.router.outbox().hurry();
+            self.outbox.hurry();
         }
     }
 
@@ -158,7 +158,7 @@ impl Admission {
         look: &QueueScan,
     ) -> u64 {
         let mut open = 0;
-        let granted = grants.granted(self.router.replica());
+        let granted = grants.granted(self.replica);
         for wait in granted.filter(|wait| wait.model == model) {
             // Until this run's first command is applied there may be grants of the run before, whose
             // tickets began at 1 too.
@@ -191,8 +191,8 @@ impl Admission {
 
     /// Hands on what was granted to requests that are gone, and takes in what has ended.
     pub(super) fn settle_grants(&self, lines: &ModelQueues, now: Instant) {
-        let grants = self.router.view().grants();
-        let replica = self.router.replica();
+        let grants = self.view.grants();
+        let replica = self.replica;
         let mut asking = self.asking();
         for wait in grants.granted(replica) {
             let line = lines.by_model.get(&wait.model);
@@ -207,7 +207,7 @@ impl Admission {
             if !std::mem::replace(&mut back.is_settled, true) {
                 if !is_known {
                     let ticket = wait.ticket;
-                    self.router.outbox().note(Item::Leave { ticket });
+                    self.outbox.note(Item::Leave { ticket });
                 }
                 self.hand_on(wait.model, wait.user, u64::from(wait.tokens));
             }
@@ -216,12 +216,12 @@ impl Admission {
             let age = now.saturating_duration_since(back.at);
             age < REMEMBERED || grants.knows(replica, *ticket)
         });
-        asking.ended = self.router.load().ended();
+        asking.ended = self.load.ended();
     }
 
     fn hand_on(&self, model: ModelKey, user: UserKey, tokens: u64) {
-        self.router.dispatcher().credit(user, tokens);
-        self.router.outbox().note(Item::Grant { model, count: 1 });
-        self.router.outbox().hurry();
+        self.dispatcher.credit(user, tokens);
+        self.outbox.note(Item::Grant { model, count: 1 });
+        self.outbox.hurry();
     }
 }

@@ -31,6 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use state::StateView;
 use state::admission::{CODEL_TARGET_MS, Gate, Grants, Overload, QueueRejection, QueuedRequest};
 use state::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
 use state::prefix::model_key;
@@ -43,7 +44,10 @@ pub use line::ModelQueueView;
 pub use metrics::AdmissionMetrics;
 
 use crate::clock::LogTime;
-use crate::routing::{Decision, DispatchTerms, LoadReportError, Router, RoutingRejection};
+use crate::routing::{
+    Decider, Decision, DispatchTerms, Dispatcher, LoadReportError, LoadTable, Router,
+    RoutingRejection, SharedOutbox,
+};
 use entry::{QueueTicket, UserWaitGuard, Waiter};
 use granting::GrantRequests;
 use line::ModelQueue;
@@ -60,7 +64,12 @@ const LEARNT_MAX: usize = 64;
 
 /// The queues of one replica.
 pub struct Admission {
-    router: Arc<Router>,
+    view: Arc<StateView>,
+    decider: Arc<Decider>,
+    dispatcher: Arc<Dispatcher>,
+    outbox: Arc<SharedOutbox>,
+    load: Arc<LoadTable>,
+    replica: ReplicaId,
     lines: Mutex<ModelQueues>,
     /// Whether anything waits for any model, here or at a peer: what the fast path looks at.
     is_contended: AtomicBool,
@@ -114,12 +123,17 @@ impl ModelQueues {
 }
 
 impl Admission {
-    /// Queues in which nothing waits, in front of `router`.
+    /// Queues in which nothing waits, in front of what `router` has put together.
     #[must_use]
-    pub fn new(router: Arc<Router>) -> Self {
+    pub fn new(router: &Router) -> Self {
         router.view().want_users();
         Self {
-            router,
+            view: Arc::clone(router.view()),
+            decider: Arc::clone(router.decider()),
+            dispatcher: Arc::clone(router.dispatcher()),
+            outbox: Arc::clone(router.outbox()),
+            load: Arc::clone(router.load()),
+            replica: router.replica(),
             lines: Mutex::default(),
             is_contended: AtomicBool::new(false),
             is_leaving: AtomicBool::new(false),
@@ -138,12 +152,6 @@ impl Admission {
     pub fn codel_target(mut self, target: Duration) -> Self {
         self.target_ms = u64::try_from(target.as_millis()).unwrap_or(u64::MAX);
         self
-    }
-
-    /// What requests are routed by once they are admitted.
-    #[must_use]
-    pub fn router(&self) -> &Arc<Router> {
-        &self.router
     }
 
     /// What admission counts, to be registered once.
@@ -175,7 +183,7 @@ impl Admission {
             || !excluded.is_empty()
             || self.is_free(ask.model, now);
         if may_go && !self.is_batching() {
-            match self.router.decider().decide(&ask, now) {
+            match self.decider.decide(&ask, now) {
                 Ok(decision) => {
                     return Ok(self.dispatch(decision, &**candidate, None, now));
                 }
@@ -199,8 +207,7 @@ impl Admission {
             tokens_max: candidate.tokens_max(),
             granted_tokens,
         };
-        let dispatcher = self.router.dispatcher();
-        let attempt = dispatcher.dispatch(&decision, &ask, terms, now);
+        let attempt = self.dispatcher.dispatch(&decision, &ask, terms, now);
         Admitted::new(decision, attempt)
     }
 
@@ -213,7 +220,7 @@ impl Admission {
     }
 
     fn model_key(&self, model: &str) -> ModelKey {
-        model_key(self.router.view().registry().hash_seed, model)
+        model_key(self.view.registry().hash_seed, model)
     }
 
     fn lock(&self) -> MutexGuard<'_, ModelQueues> {
@@ -235,7 +242,7 @@ impl Admission {
         let ticket = Ticket(self.last_ticket.fetch_add(1, Ordering::Relaxed) + 1);
         let ask = candidate.ask(excluded);
         // A model nobody serves must not get a line.
-        if !self.router.view().registry().is_served(ask.model) {
+        if !self.view.registry().is_served(ask.model) {
             return Err(AdmissionRejection::NoBackend(
                 RoutingRejection::UnknownModel,
             ));
@@ -259,7 +266,7 @@ impl Admission {
             self.rejoin(model, ticket, entry)?;
         }
         self.is_contended.store(true, Ordering::Release);
-        self.router.load().less().notify_one();
+        self.load.less().notify_one();
         Ok(QueueTicket {
             admission: Arc::clone(self),
             model,
@@ -277,10 +284,10 @@ impl Admission {
         now_ms: u64,
     ) -> QueuedRequest {
         let ask = candidate.ask(&[]);
-        let user = ask.user.key(self.router.view().registry().hash_seed);
-        let matched_blocks = self.router.decider().best_match(&ask);
+        let user = ask.user.key(self.view.registry().hash_seed);
+        let matched_blocks = self.decider.best_match(&ask);
         let cached = matched_blocks.saturating_mul(ask.identity.tail.tokens_per_block);
-        let outputs = self.router.view().outputs();
+        let outputs = self.view.outputs();
         let predicted = outputs.predict(user, model, candidate.tokens_max());
         QueuedRequest {
             ticket,
@@ -328,7 +335,7 @@ impl Admission {
         let counters = self.counters(pricing);
         match line.queue.push(waiting, now_ms, &counters, gate) {
             Ok(()) => {
-                let wait = UserWaitGuard::begin(self.router.dispatcher(), entry.ask().user);
+                let wait = UserWaitGuard::begin(&self.dispatcher, entry.ask().user);
                 entry.wait = Some(wait);
                 line.entries.insert(waiting.ticket, entry);
                 self.metrics.waiting.inc();
@@ -428,7 +435,7 @@ impl Admission {
 
     /// Serves the queues until `stop`. One call per admission.
     pub async fn run(&self, stop: CancellationToken) {
-        let less = Arc::clone(self.router.load().less());
+        let less = Arc::clone(self.load.less());
         loop {
             let is_contended = self.is_contended.load(Ordering::Acquire);
             let look_every = match self.grants() {
@@ -474,7 +481,7 @@ impl Admission {
         if is_news {
             let is_contended = lines.is_contended(now_ms);
             self.is_contended.store(is_contended, Ordering::Release);
-            self.router.load().less().notify_one();
+            self.load.less().notify_one();
         }
         Ok(())
     }

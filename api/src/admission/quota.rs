@@ -14,7 +14,7 @@ impl Admission {
     /// Looks at how far replicated time is: what passes from here on is added to it. To be called
     /// often.
     pub fn pass_time(&self) {
-        self.log_time.present_ms(self.router.view().now_ms());
+        self.log_time.present_ms(self.view.now_ms());
     }
 
     /// Whether `user` may have one more request.
@@ -22,18 +22,18 @@ impl Admission {
     /// # Errors
     /// With the limit it would break.
     pub(super) fn check_quota(&self, user: &UserName) -> Result<(), LimitRejection> {
-        let user = user.key(self.router.view().registry().hash_seed);
-        if self.router.view().quota(user).limits.is_unbounded() {
+        let user = user.key(self.view.registry().hash_seed);
+        if self.view.quota(user).limits.is_unbounded() {
             return Ok(());
         }
         // In this order: what is applied in between counts twice for a moment, never not at all. (Of
         // requests that ended this lets in as many too many; limits at once hold up to the lag.)
-        let unapplied = self.router.dispatcher().unapplied(user);
-        let quota = self.router.view().quota(user);
+        let unapplied = self.dispatcher.unapplied(user);
+        let quota = self.view.quota(user);
         let (_, pricing) = self.rules();
         let mut pending = PendingCharges::default();
         pending.add(&unapplied, &pricing);
-        let now_ms = self.log_time.present_ms(self.router.view().now_ms());
+        let now_ms = self.log_time.present_ms(self.view.now_ms());
         quota.check(now_ms, &pending.used(user))
     }
 }

@@ -102,7 +102,7 @@ pub(super) enum DecisionResult {
 impl Admission {
     /// What the queues go by, and what tokens cost.
     pub(super) fn rules(&self) -> (QueueSettings, Pricing) {
-        let registry = self.router.view().registry();
+        let registry = self.view.registry();
         let settings = registry.admission.clone().unwrap_or_default();
         let pricing = pricing_of(&registry);
         (self.rules_of(&settings, pricing), pricing)
@@ -117,14 +117,14 @@ impl Admission {
 
     /// Whether backends are given batches only.
     pub(super) fn is_batching(&self) -> bool {
-        let registry = self.router.view().registry();
+        let registry = self.view.registry();
         let settings = registry.admission.as_ref();
         settings.is_some_and(|settings| settings.batching == Batching::Static)
     }
 
     /// Who decides the order over replicas.
     pub(super) fn grants(&self) -> Grants {
-        let registry = self.router.view().registry();
+        let registry = self.view.registry();
         let settings = registry.admission.as_ref();
         settings.map_or(Grants::Gate, |settings| settings.grants)
     }
@@ -133,16 +133,16 @@ impl Admission {
     pub(super) fn counters(&self, pricing: Pricing) -> impl Counters {
         move |user: UserKey| -> UserFigures {
             // In this order: what is applied in between counts twice for a moment, never not at all.
-            let unapplied = self.router.dispatcher().unapplied(user);
+            let unapplied = self.dispatcher.unapplied(user);
             let mut pending = PendingCharges::default();
             pending.add(&unapplied, &pricing);
-            pending.on_top(user, self.router.view().user_figures(user))
+            pending.on_top(user, self.view.user_figures(user))
         }
     }
 
     /// Lets go whoever can.
     pub(super) fn serve(&self, now: Instant) {
-        let registry = self.router.view().registry();
+        let registry = self.view.registry();
         let settings = registry.admission.clone().unwrap_or_default();
         let pricing = pricing_of(&registry);
         let now_ms = self.ms_of(now);
@@ -170,17 +170,14 @@ impl Admission {
 
     /// `G`, from the settings and from what was served; shows it with the bound that follows.
     fn slack(&self, lines: &mut ModelQueues, settings: &AdmissionSettings, now: Instant) -> u64 {
-        let (router, now_ms) = (&self.router, self.ms_of(now));
+        let (dispatcher, now_ms) = (&self.dispatcher, self.ms_of(now));
         let rate = lines.pace.look(
-            router.dispatcher().priced_tokens(),
-            || router.dispatcher().take_largest_request(),
+            dispatcher.priced_tokens(),
+            || dispatcher.take_largest_request(),
             now,
         );
-        let largest = router
-            .dispatcher()
-            .largest_request()
-            .max(lines.pace.largest_before);
-        let replicas = router.load().peers_heard(now) as u64 + 1;
+        let largest = dispatcher.largest_request().max(lines.pace.largest_before);
+        let replicas = self.load.peers_heard(now) as u64 + 1;
         let rate = rate.saturating_mul(replicas);
         let here = lines.by_model.values().map(|line| line.queue.users_len());
         let elsewhere = lines.gates.values().map(|gate| gate.users(now_ms));
@@ -254,7 +251,7 @@ impl Admission {
         }
         line.measured_ms = Some(now_ms);
         if let Some(rate_milli @ 1..) = line.queue.forecast(now_ms).rate_milli {
-            let running = self.router.decider().running_here(line.model());
+            let running = self.decider.running_here(line.model());
             line.queue.set_service_ms(running * 1_000_000 / rate_milli);
         }
     }
@@ -316,15 +313,15 @@ impl Admission {
         look: &QueueScan,
     ) -> Result<Decision, RoutingRejection> {
         if !look.is_static() {
-            return self.router.decider().decide(&entry.ask(), look.now);
+            return self.decider.decide(&entry.ask(), look.now);
         }
-        let mut excluded = self.router.decider().busy_slots(look.now);
+        let mut excluded = self.decider.busy_slots(look.now);
         excluded.extend(&entry.excluded);
         let ask = entry.candidate.ask(&excluded);
-        match self.router.decider().decide(&ask, look.now) {
+        match self.decider.decide(&ask, look.now) {
             // Some of those excluded have room later.
             Err(RoutingRejection::AllTried) => {
-                let alone = self.router.decider().decide(&entry.ask(), look.now);
+                let alone = self.decider.decide(&entry.ask(), look.now);
                 Err(alone.err().unwrap_or(RoutingRejection::AtLimit))
             }
             decided => decided,
@@ -418,17 +415,16 @@ impl Admission {
         let mut alike: Vec<QueuedRequest> = line.queue.iter().filter(is_like).copied().collect();
         alike.sort_unstable_by_key(|waiting| (waiting.arrived_ms, waiting.ticket));
         let room = self
-            .router
-            .decider()
+            .decider
             .batch_room(slot, tokens(first), tokens_per_block);
         alike.truncate(room.take(alike.iter().map(tokens)));
-        let others = self.router.decider().slots_but(slot);
+        let others = self.decider.slots_but(slot);
         for waiting in alike {
             let Some(entry) = line.entries.get(&waiting.ticket) else {
                 continue;
             };
             let ask = entry.candidate.ask(&others);
-            if let Ok(decision) = self.router.decider().decide(&ask, look.now) {
+            if let Ok(decision) = self.decider.decide(&ask, look.now) {
                 line.queue.take(waiting.ticket, look.now_ms);
                 if let Some(entry) = line.entries.remove(&waiting.ticket) {
                     self.settle(entry, DecisionResult::Goes(decision), look.now);

@@ -81,7 +81,7 @@ use crate::backends::Backends;
 use crate::backends::pool::Pool;
 use crate::error::{ProxyError, openai_response};
 use crate::prompt::{PromptReader, ReadRequest};
-use crate::routing::Decider;
+use crate::routing::{Decider, Router};
 use crate::seldom::Seldom;
 use budget::RetryBudget;
 use clients::{ClientTable, ConnectionRequestGuard, UserRequests};
@@ -139,12 +139,12 @@ enum AnswerBodyKind {
 }
 
 impl Proxy {
-    /// A data plane without connections.
+    /// A data plane without connections, which routes by what `router` has put together.
     #[must_use]
     pub fn new(
+        router: &Router,
         admission: Arc<Admission>,
         backends: Arc<Backends>,
-        view: Arc<StateView>,
         settings: ProxySettings,
         metrics: Arc<ProxyMetrics>,
     ) -> Self {
@@ -161,11 +161,11 @@ impl Proxy {
             settings.retry_concurrency_min,
         );
         Self {
-            reader: Arc::clone(admission.router().reader()),
-            decider: Arc::clone(admission.router().decider()),
+            reader: Arc::clone(router.reader()),
+            decider: Arc::clone(router.decider()),
             admission,
             backends,
-            view,
+            view: Arc::clone(router.view()),
             pool,
             settings,
             metrics,

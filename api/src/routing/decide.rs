@@ -20,7 +20,7 @@ use super::metrics::RoutingMetrics;
 use super::outbox::Overlay;
 use super::panic::Panics;
 use super::select::SelectSettings;
-use super::{Decision, RoutingRejection, RoutingRequest, session};
+use super::{Decision, OutboxStatus, RoutingRejection, RoutingRequest, session};
 use crate::backends::{Backends, BreakerState};
 
 /// Chooses backends. One per replica.
@@ -94,10 +94,13 @@ impl Decider {
         })
     }
 
-    /// Brings what is known of panic mode up to date, also for models that no request asks for.
-    pub(super) fn note_panics(&self) {
+    /// Brings the gauges of routing up to date, also of models that no request asks for, and drops
+    /// the series of removed backends; call it before a scrape.
+    pub fn refresh_metrics(&self, outbox: &OutboxStatus) {
+        self.metrics.show_outbox(outbox);
         let panicking = self.backends.panicking(&self.view.registry());
         self.panics.note_all(&panicking);
+        self.metrics.forget_removed(|| self.view.registry());
     }
 
     /// Matches the prompt against what the log says, then goes on with what this replica has

@@ -122,7 +122,8 @@ pub struct ExplainedBackend {
 impl Decider {
     /// What [`Decider::decide`] would answer at `now`, and why, with the outbox as it is. Changes
     /// nothing and counts nothing.
-    pub(super) fn explain(
+    #[must_use]
+    pub fn explain(
         &self,
         ask: &RoutingRequest<'_>,
         outbox: OutboxStatus,

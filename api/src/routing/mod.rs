@@ -49,7 +49,6 @@ use http::HeaderMap;
 use state::StateView;
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::{PolicyConfig, Reason, Touch};
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use self::fleet::Fleet;
@@ -355,24 +354,10 @@ impl Router {
         self.dispatcher.overlay.is_empty()
     }
 
-    /// What [`Decider::decide`] would answer at `now`, and why. Changes nothing and counts nothing.
-    #[must_use]
-    pub fn explain(&self, ask: &RoutingRequest<'_>, now: Instant) -> Explanation {
-        self.decider.explain(ask, self.outbox.status(), now)
-    }
-
     /// What routing counts, to be registered once.
     #[must_use]
     pub fn metrics(&self) -> &RoutingMetrics {
         &self.metrics
-    }
-
-    /// Brings the gauges up to date and drops the series of removed backends; call it before a
-    /// scrape.
-    pub fn refresh_metrics(&self) {
-        self.metrics.show_outbox(&self.outbox.status());
-        self.decider.note_panics();
-        self.metrics.forget_removed(|| self.view.registry());
     }
 
     /// Carries the outbox to the log until `stop`; then goes on until it is empty or `drain_max`

@@ -11,7 +11,6 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::HeaderMap;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use state::command::{Command, EngineFacts};
@@ -62,13 +61,14 @@ impl Bench {
         self.router.decider().decide(ask, Instant::now())
     }
 
-    fn explain(&self, ask: &RoutingRequest<'_>) -> Explanation {
-        self.router.explain(ask, Instant::now())
+    fn refresh_metrics(&self) {
+        let outbox = self.router.outbox().status();
+        self.router.decider().refresh_metrics(&outbox);
     }
 
-    /// What a request with these headers asks for.
-    fn preferences(&self, headers: &HeaderMap) -> Result<RoutingPreferences, PreferenceRejection> {
-        self.router.decider().preferences(headers)
+    fn explain(&self, ask: &RoutingRequest<'_>) -> Explanation {
+        let outbox = self.router.outbox().status();
+        self.router.decider().explain(ask, outbox, Instant::now())
     }
 
     fn start(&self, identity: &PromptIdentity) -> (Decision, Attempt) {
@@ -520,7 +520,7 @@ fn metrics_show_predictions_and_ends() {
     assert!(bench.decide(&identity, &[Slot(0)]).is_err());
     let mut registry = prometheus_client::registry::Registry::default();
     bench.router.metrics().register(&mut registry);
-    bench.router.refresh_metrics();
+    bench.refresh_metrics();
     let mut text = String::new();
     prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
     for line in [
@@ -544,7 +544,7 @@ fn the_series_of_a_removed_backend_go_and_come_back_with_it() {
     let shown = || {
         let mut registry = prometheus_client::registry::Registry::default();
         bench.router.metrics().register(&mut registry);
-        bench.router.refresh_metrics();
+        bench.refresh_metrics();
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         let of = |id: &str| text.lines().filter(|line| line.contains(id)).count();

@@ -130,13 +130,13 @@ impl Fleet {
         let mut settings = ProxySettings::new(ReplicaId(1));
         settings.expose = Expose::Full;
         change(&mut settings);
-        let admission = Arc::new(Admission::new(Arc::clone(&router)));
+        let admission = Arc::new(Admission::new(&router));
         let serving = Arc::clone(&admission);
         tokio::spawn(async move { serving.run(CancellationToken::new()).await });
         let proxy = Proxy::new(
+            &router,
             Arc::clone(&admission),
             Arc::clone(&backends),
-            view,
             settings,
             metrics.clone(),
         );

@@ -70,7 +70,8 @@ impl Bench {
     }
 
     fn metrics(&self) -> String {
-        self.fleet.router.refresh_metrics();
+        let router = &self.fleet.router;
+        router.decider().refresh_metrics(&router.outbox().status());
         let mut registry = Registry::default();
         self.fleet.router.metrics().register(&mut registry);
         let mut text = String::new();

@@ -133,7 +133,7 @@ impl CoreParts {
             clock,
         });
         let router = Arc::new(router);
-        let admission = Admission::new(Arc::clone(&router)).codel_target(config.codel_target);
+        let admission = Admission::new(&router).codel_target(config.codel_target);
         let admission = Arc::new(admission);
         Self {
             shared,

@@ -124,9 +124,9 @@ fn proxy(core: &ReplicaCore, config: &Config, registry: &Metrics) -> Arc<Proxy> 
     let metrics = Arc::new(ProxyMetrics::default());
     registry.register(|registry| metrics.register(registry));
     Arc::new(Proxy::new(
+        core.router(),
         Arc::clone(core.admission()),
         Arc::clone(core.backends()),
-        Arc::clone(core.view()),
         formation::proxy_settings(config),
         metrics,
     ))
@@ -138,10 +138,15 @@ fn admin(
     lifecycle: Lifecycle,
     hosts: Vec<String>,
 ) -> Arc<Admin> {
+    let router = core.router();
     Arc::new(Admin {
         cluster: core.cluster(),
         view: Arc::clone(core.view()),
-        router: Arc::clone(core.router()),
+        reader: Arc::clone(router.reader()),
+        decider: Arc::clone(router.decider()),
+        load: Arc::clone(router.load()),
+        outbox: Arc::clone(router.outbox()),
+        clock: router.clock().clone(),
         admission: Arc::clone(core.admission()),
         backends: Arc::clone(core.backends()),
         metrics,

@@ -27,7 +27,7 @@ use crate::backends::{Health, ProbeSettings};
 use crate::clock::Clock;
 use crate::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeError};
 use crate::prompt::ModelSettings;
-use crate::routing::{OutboxSettings, RouterParts, SelectSettings};
+use crate::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
 
 /// Outcome of proposals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -210,7 +210,7 @@ impl Bench {
             barriers: Mutex::default(),
         });
         let backends = Arc::new(Backends::new(ProbeSettings::default()));
-        let router = Arc::new(routing::Router::new(RouterParts {
+        let router = Router::new(RouterParts {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
             models: vec![ModelSettings::characters("*", 16)],
@@ -220,12 +220,16 @@ impl Bench {
             overrides: PolicyConfig::defaults(),
             select: SelectSettings::default(),
             clock: Clock::default(),
-        }));
+        });
         let admin = Arc::new(Admin {
             cluster: Arc::clone(&cluster) as Arc<dyn Cluster>,
             view,
-            admission: Arc::new(Admission::new(Arc::clone(&router))),
-            router,
+            admission: Arc::new(Admission::new(&router)),
+            reader: Arc::clone(router.reader()),
+            decider: Arc::clone(router.decider()),
+            load: Arc::clone(router.load()),
+            outbox: Arc::clone(router.outbox()),
+            clock: router.clock().clone(),
             backends,
             metrics: Arc::new(Metrics::default()),
             digests,

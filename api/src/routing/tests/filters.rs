@@ -14,6 +14,14 @@ use super::super::{PolicySource, SELECT, SelectRejection, SelectSettings};
 use super::*;
 
 impl Bench {
+    /// What a request with these headers asks for.
+    pub(super) fn preferences(
+        &self,
+        headers: &HeaderMap,
+    ) -> Result<RoutingPreferences, PreferenceRejection> {
+        self.router.decider().preferences(headers)
+    }
+
     pub(super) fn verdicts(&self, ask: &RoutingRequest<'_>) -> Vec<FilterVerdict> {
         let explained = self.explain(ask);
         explained.backends.iter().map(|it| it.verdict).collect()

@@ -171,7 +171,7 @@ async fn request(
     let request = Arc::new(ChatRequest {
         model: chat.model,
         user: UserName::bounded(&chat.user),
-        identity: desk.router().reader().identify(&chat.parsed()),
+        identity: desk.router.reader().identify(&chat.parsed()),
         id,
         tokens_max: (rng.below(2) == 0).then(|| rng.within(1, 100)),
         priority: i16::from(rng.below(8) == 0),
@@ -227,7 +227,7 @@ pub(super) fn reach(
         }
     });
     // Whatever way the prompt is sent, an engine sees its tokens.
-    let tokens = desk.router().reader().identify(&ParsedBody {
+    let tokens = desk.router.reader().identify(&ParsedBody {
         prompt: Prompt::Tokens(chat.tokens.clone()),
         ..chat.parsed()
     });

@@ -196,7 +196,7 @@ impl CrowdClient<'_> {
         let request = Arc::new(ChatRequest {
             model: chat.model,
             user: UserName::bounded(&chat.user),
-            identity: desk.router().reader().identify(&chat.parsed()),
+            identity: desk.router.reader().identify(&chat.parsed()),
             id,
             tokens_max: Some(self.manner.tokens(rng)),
             priority: 0,

@@ -30,9 +30,9 @@ pub(super) async fn read(desk: ReplicaHandles) {
     let parts = ReaderParts {
         cluster: Arc::clone(&desk.cluster),
         view: Arc::clone(&desk.view),
-        outbox: Arc::clone(desk.router().outbox()),
-        reader: Arc::clone(desk.router().reader()),
-        clock: desk.router().clock().clone(),
+        outbox: Arc::clone(desk.router.outbox()),
+        reader: Arc::clone(desk.router.reader()),
+        clock: desk.router.clock().clone(),
         backends: Arc::clone(&desk.backends),
         sockets: Arc::new(SimSockets {
             rng: Arc::new(Mutex::new(desk.rng(KIND, 0))),

@@ -51,7 +51,7 @@ pub(super) async fn watch(desk: ReplicaHandles) {
                     capacity_blocks: Some(CAPACITY_BLOCKS),
                     started_at_s: Some(started_at_s),
                 };
-                desk.router().outbox().observe(backend.handle, facts);
+                desk.router.outbox().observe(backend.handle, facts);
             }
         }
         if rng.below(100) == 0 && !desk.scene.is_over() {

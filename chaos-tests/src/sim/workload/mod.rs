@@ -125,6 +125,7 @@ struct ReplicaHandles {
     run: ReplicaRun,
     cluster: Arc<dyn Cluster>,
     admission: Arc<api::admission::Admission>,
+    router: Arc<api::routing::Router>,
     view: Arc<state::StateView>,
     backends: Arc<api::backends::Backends>,
 }
@@ -134,10 +135,6 @@ impl ReplicaHandles {
     fn rng(&self, kind: u64, number: u64) -> Rng {
         let run = u64::from(self.run.number) << 8 | u64::from(self.run.replica.0);
         Rng::new(self.scene.seed, kind << 48 | number << 40 | run)
-    }
-
-    fn router(&self) -> &Arc<api::routing::Router> {
-        self.admission.router()
     }
 
     fn now_us(&self) -> u64 {
@@ -163,6 +160,7 @@ impl WorkloadDriver {
             run,
             cluster: core.cluster(),
             admission: Arc::clone(core.admission()),
+            router: Arc::clone(core.router()),
             view: Arc::clone(core.view()),
             backends: Arc::clone(core.backends()),
         }
