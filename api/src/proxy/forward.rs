@@ -20,6 +20,7 @@ use super::Proxy;
 use super::ahead::ReadAheadBounds;
 use super::attempt::{AttemptResult, NotRun, OutgoingRequest, attempt};
 use super::beginning::is_framed;
+use super::durable::WithheldEnd;
 use super::headers::clean_answer;
 use super::metrics::RequestMetricsGuard;
 use super::proxied::ProxiedRequest;
@@ -224,6 +225,7 @@ fn relay(
     let waits = ResponseTimeouts {
         first_byte_by: sending.first_byte_by,
         answer_idle: proxy.settings.timeouts.answer_idle,
+        withheld: WithheldEnd::new(proxy.settings.charges),
         ahead: ReadAheadBounds {
             bytes_max: proxy.settings.limits.read_ahead_bytes_max,
             held_bytes: Arc::clone(&proxy.held_bytes),

@@ -91,6 +91,8 @@ pub struct ProxyMetrics {
     pub retries_refused: Counter,
     /// Requests refused because they broke two connections.
     pub suspects_refused: Counter,
+    /// Answers that ended before their charge was known to be committed, where it is waited for.
+    pub charges_unconfirmed: Counter,
     /// Bytes of request bodies taken in.
     pub request_bytes: Counter,
     /// Bytes of answers passed on.
@@ -163,6 +165,11 @@ impl ProxyMetrics {
             "suspects_refused",
             "Requests refused because they broke two backends' connections",
             suspects_refused.clone(),
+        );
+        registry.register(
+            "charges_unconfirmed",
+            "Answers that ended although their charge was not committed in time, with users.charges = durable",
+            self.charges_unconfirmed.clone(),
         );
         registry.register(
             "request_bytes",

@@ -27,6 +27,7 @@ mod budget;
 mod clients;
 mod deadline;
 mod document;
+mod durable;
 mod expose;
 mod fields;
 mod forward;
@@ -73,7 +74,9 @@ pub use metrics::{ProxyMetrics, RequestLabels, RequestOutcome, Seconds};
 pub use piece::ResponseBodyError;
 pub use routes::{INFERENCE_PATHS, is_plain};
 pub use server::{DrainResult, Server};
-pub use settings::{IdentifyBy, IdentifyByError, ProxyLimits, ProxySettings, ProxyTimeouts};
+pub use settings::{
+    Charges, IdentifyBy, IdentifyByError, ProxyLimits, ProxySettings, ProxyTimeouts,
+};
 pub use splice::UsageRequest;
 
 use crate::admission::Admission;

@@ -17,6 +17,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 use super::Proxy;
 use super::ahead::{ReadAhead, ReadAheadBounds};
 use super::document::Document;
+use super::durable::WithheldEnd;
 use super::inspect::AnswerDelta;
 use super::metrics::{RequestMetricsGuard, RequestOutcome};
 use super::piece::{AnswerPiece, ResponseBodyError};
@@ -24,7 +25,7 @@ use super::sse::SseStream;
 use super::suspects::WatchedRequest;
 use crate::backends::pool::EngineBody;
 use crate::error::{ProxyError, openai_body};
-use crate::routing::{Attempt, AttemptEnd};
+use crate::routing::{Attempt, AttemptEnd, ChargeCommit};
 
 /// Longest error answer of an engine that is passed on, in bytes.
 pub(super) const ERROR_BYTES_MAX: u64 = 1024 * 1024;
@@ -111,6 +112,7 @@ pub(super) struct ResponseBody {
     source: RespondingBackend,
     idle_timeout: IdleTimeout,
     answer_idle: Duration,
+    withheld: WithheldEnd,
     /// Whether the engine's part is over; pieces may still wait.
     is_over: bool,
     /// What was read while the client took nothing.
@@ -183,6 +185,14 @@ impl RequestAccounting {
         self.outcome = Some(outcome);
     }
 
+    /// As [`RequestAccounting::end`] of a finished answer; says when its charge is committed, if it
+    /// is not.
+    fn end_durably(&mut self, outcome: RequestOutcome) -> Option<ChargeCommit> {
+        self.outcome = Some(outcome);
+        let attempt = self.attempt.take()?;
+        attempt.end_durably(AttemptEnd::Finished, Instant::now())
+    }
+
     /// The client has taken all.
     fn settle(&mut self) {
         if let (Some(outcome), Some(mut ledger)) = (self.outcome, self.ledger.take()) {
@@ -213,6 +223,7 @@ impl ResponseBody {
             source,
             idle_timeout: IdleTimeout::until(waits.first_byte_by),
             answer_idle: waits.answer_idle,
+            withheld: waits.withheld,
             is_over: false,
             ahead: ReadAhead::new(waits.ahead),
         }
@@ -286,7 +297,14 @@ impl ResponseBody {
         if let (Some(passed), Some(ledger)) = (&passed, &books.ledger) {
             ledger.metrics().answer_bytes.inc_by(passed.len() as u64);
         }
-        if !self.engine.is_end_stream() {
+        let is_last = self.engine.is_end_stream();
+        let passed = if self.withheld.is_on() && (is_last || self.content.is_done()) {
+            self.withheld.push(passed);
+            None
+        } else {
+            passed
+        };
+        if !is_last {
             return Ok(passed);
         }
         // Whoever writes by the announced length does not ask again.
@@ -325,10 +343,32 @@ impl ResponseBody {
             }
             BodyKind::Opaque | BodyKind::Error { .. } => None,
         };
-        self.accounting
-            .end(AttemptEnd::Finished, self.content.outcome());
+        let outcome = self.content.outcome();
+        if self.withheld.is_on() {
+            self.withheld.push(rest);
+            if let Some(commit) = self.accounting.end_durably(outcome) {
+                self.withheld.wait(commit);
+                return Ok(None);
+            }
+            self.is_over = true;
+            return Ok(self.withheld.take());
+        }
+        self.accounting.end(AttemptEnd::Finished, outcome);
         self.is_over = true;
         Ok(rest)
+    }
+
+    /// The end that was withheld, once its charge is committed.
+    fn poll_withheld(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {
+        let released = ready!(self.withheld.poll_released(cx));
+        if !released.is_confirmed {
+            let ledger = self.accounting.ledger.iter();
+            ledger.for_each(|ledger| {
+                ledger.metrics().charges_unconfirmed.inc();
+            });
+        }
+        self.is_over = true;
+        Poll::Ready(released.piece.map(Ok))
     }
 
     /// Closes the books over a broken answer. A stream of events gets one more that says so.
@@ -395,6 +435,9 @@ impl ResponseBody {
             return Poll::Ready(None);
         }
         let broken = loop {
+            if self.withheld.is_waiting() {
+                return self.poll_withheld(cx);
+            }
             match Pin::new(&mut self.engine).poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
                     // Trailers are about the engine's connection.
@@ -410,6 +453,7 @@ impl ResponseBody {
                 }
                 Poll::Ready(Some(Err(error))) if !self.content.is_done() => break error.into(),
                 Poll::Ready(Some(Err(_)) | None) => match self.finish() {
+                    Ok(None) if !self.is_over => {}
                     Ok(rest) => return Poll::Ready(rest.map(Ok)),
                     Err(why) => break why,
                 },
@@ -458,12 +502,13 @@ impl Body for ResponseBody {
 }
 
 /// How long an answer is waited for.
-#[derive(Debug, Clone)]
 pub(super) struct ResponseTimeouts {
     /// When the first byte of the body must be here.
     pub(super) first_byte_by: Instant,
     /// Between two pieces of it.
     pub(super) answer_idle: Duration,
+    /// For its charge.
+    pub(super) withheld: WithheldEnd,
     /// For a client that takes it slowly.
     pub(super) ahead: ReadAheadBounds,
 }

@@ -5,6 +5,8 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use http::{HeaderName, StatusCode};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use state::ids::ReplicaId;
 
 use super::addresses::IpPrefix;
@@ -21,6 +23,8 @@ pub struct ProxySettings {
     pub replica: ReplicaId,
     /// What clients are told beside answers.
     pub expose: Expose,
+    /// Whether the end of an answer waits for its charge.
+    pub charges: Charges,
     /// Limits of what clients may send and hold.
     pub limits: ProxyLimits,
     /// How long to wait for clients and engines.
@@ -55,6 +59,17 @@ pub struct ProxySettings {
     pub extra_paths: Vec<String>,
     /// Connections to the engines.
     pub pool: PoolSettings,
+}
+
+/// When the end of an answer reaches its client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Charges {
+    /// At once: its charge is committed a moment later, or lost with this replica.
+    #[default]
+    Asynchronous,
+    /// Once its charge is committed.
+    Durable,
 }
 
 /// Limits of what clients may send and hold.
@@ -169,6 +184,7 @@ impl ProxySettings {
         Self {
             replica,
             expose: Expose::default(),
+            charges: Charges::default(),
             limits: ProxyLimits::default(),
             timeouts: ProxyTimeouts::default(),
             identify_by: vec![

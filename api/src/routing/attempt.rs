@@ -26,7 +26,7 @@ use super::hidden::HiddenOutput;
 use super::lengths::ExpectedOutput;
 use super::load::LoadGuard;
 use super::metrics::InFlightGuard;
-use super::outbox::Outbox;
+use super::outbox::{ChargeCommit, Outbox};
 use super::predictions::Prediction;
 use super::priced::LargestRequest;
 use super::prompt_size::PromptSize;
@@ -284,6 +284,14 @@ impl Attempt {
     /// Ends the attempt: releases the lease, settles the charge.
     pub fn end(mut self, end: AttemptEnd, now: Instant) {
         self.close(end, now);
+    }
+
+    /// Ends the attempt as [`Attempt::end`] does, and answers when its charge is committed; `None`:
+    /// it is.
+    pub fn end_durably(mut self, end: AttemptEnd, now: Instant) -> Option<ChargeCommit> {
+        self.close(end, now);
+        let outbox = &self.dispatcher.outbox;
+        outbox.with(|outbox| outbox.commit_of(self.user))
     }
 
     fn close(&mut self, end: AttemptEnd, now: Instant) {

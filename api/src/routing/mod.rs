@@ -73,7 +73,9 @@ pub use hidden::HiddenOutput;
 pub use load::{EXPIRY, KEEPALIVE, Load, LoadGuard, LoadReportError, LoadReporter, LoadTable};
 pub(crate) use load::{put_number, take_number};
 pub use metrics::RoutingMetrics;
-pub use outbox::{AfterProposal, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox};
+pub use outbox::{
+    AfterProposal, ChargeCommit, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox,
+};
 pub use preferences::{POLICY, PreferenceRejection, RoutingPreferences};
 pub use priced::LargestRequest;
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};

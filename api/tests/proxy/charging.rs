@@ -1,10 +1,11 @@
 //! Who pays what, above all for answers that nobody waited for.
 
+use api::proxy::{Charges, ProxySettings};
 use state::command::Charge;
 
 use super::client::{chat, post};
-use super::engine::{DONE, Engine, Step, chunk, delta, json, last_chunk, stream_head};
-use super::fleet::{Fleet, eventually};
+use super::engine::{DONE, Engine, Step, chunk, delta, json, last_chunk, stream_head, usage_chunk};
+use super::fleet::{Fleet, PATIENT, eventually};
 
 const STREAM: &str = ",\"stream\":true";
 
@@ -220,5 +221,39 @@ async fn what_an_engine_fails_at_is_paid_as_far_as_it_may_have_run() {
         let charge = fleet.charged().await;
         assert_eq!((charge.started, charge.ended), (1, 1));
         assert!(charge.input_uncached > 0, "{status}");
+    }
+}
+
+#[tokio::test]
+async fn where_charges_are_durable_an_answer_ends_when_its_charge_is_committed() {
+    let stream = vec![
+        stream_head(),
+        chunk(&delta("a", 1)),
+        chunk(usage_chunk()),
+        chunk(DONE),
+        last_chunk(),
+    ];
+    let document = r#"{"choices":[],"usage":{"prompt_tokens":20,"completion_tokens":3}}"#;
+    for (steps, request) in [
+        (stream, chat(STREAM)),
+        (vec![json("200 OK", document)], chat("")),
+    ] {
+        let engine = Engine::always(steps).await;
+        let is_durable = |settings: &mut ProxySettings| settings.charges = Charges::Durable;
+        let fleet = Fleet::start_with(&[&engine], PATIENT, is_durable).await;
+        let mut client = fleet.client().await;
+        client.send(&request).await;
+        eventually("the engine is done", || {
+            !engine.requests().is_empty() && fleet.running() == 0
+        })
+        .await;
+        let waiting = fleet.metrics.in_flight.get();
+        assert_eq!(waiting, 1, "the answer has not ended");
+        let charge = fleet.charged().await;
+        assert_eq!((charge.started, charge.ended), (1, 1));
+        assert!(charge.output > 0);
+        assert!(client.answer().await.is_complete);
+        fleet.is_idle().await;
+        assert_eq!(fleet.metrics.charges_unconfirmed.get(), 0);
     }
 }

@@ -49,7 +49,7 @@ const HEALTHY: Health = Health {
 };
 
 /// A drain that never cuts within a test.
-const PATIENT: Duration = Duration::from_secs(60);
+pub(crate) const PATIENT: Duration = Duration::from_secs(60);
 
 impl Fleet {
     pub(crate) async fn start(engines: &[&Engine]) -> Self {

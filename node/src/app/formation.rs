@@ -148,6 +148,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.timeouts.held_back = *config.timeouts.held_back;
     settings.pool.connect_timeout = *config.timeouts.connect;
     settings.expose = config.users.expose;
+    settings.charges = config.users.charges;
     settings.identify_by = config::values(&config.users.identify_by);
     settings.trusted_proxies = config::values(&config.users.trusted_proxies);
     settings.api_keys.clone_from(&config.api_keys);

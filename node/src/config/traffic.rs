@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use api::proxy::{
-    Expose, IpPrefix, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS, UsageRequest,
+    Charges, Expose, IpPrefix, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS, UsageRequest,
 };
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -60,6 +60,10 @@ pub struct UsersConfig {
     /// belongs to. Keys are not forwarded to engines. Reloaded when it changes. Without it any key
     /// is accepted and forwarded to the engine, which may check it.
     pub api_keys_file: Option<PathBuf>,
+    /// When an answer's end reaches its client: `asynchronous`, at once (a replica that dies loses
+    /// the charges of its last `cluster.flush_interval`), or `durable`, when its charge is committed
+    /// (docs/guide/admission.md).
+    pub charges: Charges,
     /// Which headers answers carry: `none`, `basic` (`x-request-id`, `x-quorate-replica`) or `full`
     /// (also the decision, unless the request was refused: `x-quorate-backend`, `-policy`,
     /// `-prefix`, `-index`). `full` lets clients learn what others asked (docs/guide/security.md).

@@ -1,9 +1,10 @@
 //! Cutting one envelope from the queue.
 
+use std::collections::BTreeMap;
 use std::ops::Bound;
 
 use state::command::{Charge, Command, EngineFacts, Envelope, Item, Lane, Origin};
-use state::ids::AttemptId;
+use state::ids::{AttemptId, UserKey};
 use tokio::time::Instant;
 
 use super::steps::{LeaseStep, LeaseStepKind};
@@ -69,7 +70,8 @@ impl Outbox {
             Item::Charge(charge) => Some((charge.user, *charge)),
             _ => None,
         });
-        let charges = charges.collect();
+        let charges: BTreeMap<UserKey, Charge> = charges.collect();
+        self.commits.leave(charges.keys().copied());
         let base = steps
             .iter()
             .map(|step| step.attempt)

@@ -70,6 +70,7 @@ impl Outbox {
             Reply::Rejected(reject) => {
                 let items = self.outstanding.as_ref().map_or(0, |it| it.size.items);
                 self.dropped += items as u64;
+                self.commits.refused();
                 self.confirmed(committed.index, &BatchReply::default());
                 return AfterProposal::Refused(reject.to_string());
             }
@@ -90,6 +91,7 @@ impl Outbox {
         let Some(outstanding) = self.outstanding.take() else {
             return;
         };
+        self.commits.committed();
         self.dropped += u64::from(reply.dropped);
         self.settling.push_back(CommittedEnvelope {
             index,

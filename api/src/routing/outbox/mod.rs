@@ -15,6 +15,7 @@
 //!   from their start to their end, to the user [`OVERFLOW_USER`].
 
 mod batch;
+mod commits;
 pub(super) mod driver;
 mod fate;
 mod overlay;
@@ -31,10 +32,12 @@ use state::command::{Charge, EngineFacts, Envelope, Item, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ReplicaId, SessionId, UserKey};
 use tokio::time::Instant;
 
+use self::commits::CommitWaiters;
 use self::overlay::BlockRun;
 use self::steps::{LeaseStep, LeaseStepKind, acquire_steps, runs_of};
 use crate::planted::{self, Bug};
 
+pub use commits::ChargeCommit;
 pub use driver::SharedOutbox;
 pub use fate::AfterProposal;
 pub use overlay::Overlay;
@@ -157,6 +160,7 @@ pub struct Outbox {
     /// Attempts whose steps in `steps` are void.
     forgotten: HashSet<AttemptId>,
     charges: BTreeMap<UserKey, Charge>,
+    commits: CommitWaiters,
     /// What users paid ahead and did not use.
     pub ledger: CreditLedger,
     /// The user whose charge left last: the next one's goes next, so that none waits for ever.
@@ -198,6 +202,7 @@ impl Outbox {
             charges: BTreeMap::new(),
             ledger: CreditLedger::default(),
             last_charged: UserKey::default(),
+            commits: CommitWaiters::default(),
             names: VecDeque::new(),
             named: HashSet::new(),
             restored: None,
@@ -301,6 +306,18 @@ impl Outbox {
             sum.add(charge);
         }
         sum
+    }
+
+    /// When all that `user` was charged so far is committed; `None`: it is.
+    pub fn commit_of(&mut self, user: UserKey) -> Option<ChargeCommit> {
+        let is_outstanding = |it: &OutstandingEnvelope| it.charges.contains_key(&user);
+        if self.charges.contains_key(&user) {
+            Some(self.commits.wait_queued(user))
+        } else if self.outstanding.as_ref().is_some_and(is_outstanding) {
+            Some(self.commits.wait_outstanding())
+        } else {
+            None
+        }
     }
 
     /// Whom a request of the user `name` is charged to; names that user.

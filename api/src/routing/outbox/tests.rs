@@ -21,6 +21,7 @@ use crate::clock::Clock;
 use crate::ports::ProposeError;
 use crate::routing::fixture::{Fault, Log, Port};
 
+mod commits;
 mod driver;
 
 const KEEP: LeaseOutcome = LeaseOutcome::Kept;
