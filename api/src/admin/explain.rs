@@ -1,23 +1,26 @@
-//! `POST /admin/v1/explain`: how a request would be routed, and why. Runs the same code as the data
-//! plane's decision, without its effects.
+//! `POST /admin/v1/explain`: how a request would be routed, and why. The request is read by the
+//! data plane's own code (I72) and goes through the same steps as its decision, without their
+//! effects.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 
 use axum::extract::State;
 use axum::response::Response;
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use tokio::time::Instant;
 
 use super::AdminState;
-use super::answer::{Json, QueryParams, ReadLevel, ReadQuery, at_level, json};
+use super::answer::{Json, QueryParams, ReadLevel, ReadQuery, at_level, decode, json};
 use super::problem::invalid;
-use crate::error::Problem;
-use crate::prompt::{BlockUnit, ReadError, ReadRequest};
-use crate::proxy::ANONYMOUS;
-use crate::routing::{Explanation, RoutingRequest, UserName};
+use super::users::key_text;
+use crate::error::{Problem, ProxyError, rescue};
+use crate::prompt::BlockUnit;
+use crate::proxy::{RequestHead, RequestOrigin, RequestReader};
+use crate::routing::{Decider, Explanation, Router, SharedOutbox};
 
 /// A request as a client would send it.
 #[derive(Deserialize)]
@@ -25,15 +28,37 @@ use crate::routing::{Explanation, RoutingRequest, UserName};
 pub(super) struct ExplainBody {
     /// Path such as `/v1/chat/completions`.
     path: String,
+    /// Headers, each with a value or a list of them.
     #[serde(default)]
-    pub(super) headers: BTreeMap<String, String>,
-    /// User to charge the tokens to; `anonymous` if missing.
+    pub(super) headers: BTreeMap<String, HeaderValues>,
+    /// Address that the request would come from. If absent, it counts as coming from a proxy that
+    /// is trusted to name users.
+    peer: Option<IpAddr>,
+    /// A user by the name that the admin API shows, in place of the one that the request would be
+    /// charged to; no key is needed then.
     user: Option<String>,
     /// Body: JSON, or a string that contains it byte for byte.
     pub(super) body: Box<RawValue>,
     /// Whether to show the prompt's token ids.
     #[serde(default)]
     token_ids: bool,
+}
+
+/// The values of a header.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub(super) enum HeaderValues {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl HeaderValues {
+    fn all(&self) -> &[String] {
+        match self {
+            Self::One(value) => std::slice::from_ref(value),
+            Self::Many(values) => values,
+        }
+    }
 }
 
 /// Maximum number of token ids shown.
@@ -43,6 +68,22 @@ const SHOWN_IDS_MAX: usize = 4096;
 struct ExplainResponse {
     read: &'static str,
     stream: bool,
+    /// Who pays.
+    user: String,
+    /// Hash of the name, 16 hex digits.
+    user_key: String,
+    /// How the user was found: an entry of `users.identify_by`, `checked-key`, `nobody` or `given`.
+    user_source: String,
+    /// Address the request was taken to come from; `null`: a trusted proxy.
+    peer: Option<IpAddr>,
+    /// Id that breaks ties; `null`: the data plane would draw one.
+    request_id: Option<String>,
+    /// Among requests that wait, higher goes first.
+    priority: i16,
+    /// How long the client says that it waits.
+    deadline_ms: Option<u64>,
+    /// Labels that the request asks for.
+    labels: BTreeMap<String, String>,
     /// Tokenizer of the model's prompts.
     tokenizer: String,
     /// Unit of this prompt's blocks.
@@ -59,78 +100,150 @@ pub(super) async fn explain(
     QueryParams(query): QueryParams<ReadQuery>,
     Json(would_be): Json<ExplainBody>,
 ) -> Result<Response, Problem> {
-    if !would_be.path.starts_with('/') {
-        let found = format!("{:?}, expected a path", would_be.path);
-        return Err(invalid("path", found));
-    }
-    let body = body_bytes(&would_be.body)?;
+    let asked = WouldBe::of(would_be)?;
     at_level(&admin, query.read).await?;
-    let read = admin.reader.read(&would_be.path, &body).await;
-    let ReadRequest {
-        parsed,
-        identity,
-        mut ids,
-    } = read.map_err(refusal)?;
-    ids.truncate(SHOWN_IDS_MAX);
-    let headers = headers(&would_be.headers)?;
-    let request_id = headers.get("x-request-id");
-    let preferences = admin.decider.preferences(&headers);
-    let preferences = preferences.map_err(|why| {
-        let field = format!("headers.{}", why.header());
-        invalid(&field, why.to_string())
-    })?;
-    let user = UserName::bounded(would_be.user.as_deref().unwrap_or(ANONYMOUS));
-    let ask = RoutingRequest {
-        model: &parsed.model,
-        identity: &identity,
-        request_id: request_id.map_or("", |id| id.to_str().unwrap_or_default()),
-        user: &user,
-        headers: Some(&headers),
-        policy: preferences.policy.as_deref(),
-        labels: &preferences.labels,
-        excluded: &[],
-    };
-    let outbox = admin.outbox.status();
-    let explanation = admin.decider.explain(&ask, outbox, Instant::now());
+    let (decider, outbox) = (&admin.decider, &admin.outbox);
+    let answer = asked.explained(&admin.requests, decider, outbox).await?;
     Ok(json(&ExplainResponse {
         read: match query.read {
             ReadLevel::Local => "local",
             ReadLevel::Linearizable => "linearizable",
         },
-        stream: parsed.stream,
-        tokenizer: admin.reader.tokenizer_name(&parsed.model),
-        unit: identity.unit,
-        token_ids: would_be.token_ids.then_some(ids),
-        explanation,
+        ..answer
     }))
 }
 
-fn refusal(failure: ReadError) -> Problem {
-    match failure {
-        ReadError::Bad(bad) => {
-            let field = match &bad.param {
-                Some(param) => format!("body.{param}"),
-                None => "body".to_owned(),
-            };
-            invalid(&field, bad.message)
+/// Explains the request in `body`, which is a body of `POST /admin/v1/explain`, against what
+/// `router` knows. For a state that nobody serves.
+///
+/// # Errors
+/// As the admin API.
+pub async fn explain_offline(
+    requests: &RequestReader,
+    router: &Router,
+    body: &[u8],
+) -> Result<serde_json::Value, Problem> {
+    let asked = WouldBe::of(decode(body)?)?;
+    let answer = asked
+        .explained(requests, router.decider(), router.outbox())
+        .await?;
+    Ok(serde_json::to_value(answer).expect("answers have string keys only"))
+}
+
+/// A request to be explained.
+struct WouldBe {
+    asked: ExplainBody,
+    headers: HeaderMap,
+    body: Bytes,
+    peer: Option<HeaderValue>,
+}
+
+impl WouldBe {
+    fn of(asked: ExplainBody) -> Result<Self, Problem> {
+        if !asked.path.starts_with('/') {
+            let found = format!("{:?}, expected a path", asked.path);
+            return Err(invalid("path", found));
         }
-        ReadError::Stopping => Problem::new(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "stopping",
-            "the replica is stopping",
-        ),
+        let peer = asked.peer.map(|peer| peer.to_canonical().to_string());
+        Ok(Self {
+            body: body_bytes(&asked.body)?,
+            headers: headers(&asked.headers)?,
+            peer: peer.map(|it| HeaderValue::try_from(it).expect("an address is visible ascii")),
+            asked,
+        })
+    }
+
+    /// Where the request comes from.
+    fn origin(&self) -> RequestOrigin<'_> {
+        match (&self.asked.user, &self.peer) {
+            (Some(name), _) => RequestOrigin::User(name),
+            (None, Some(peer)) => RequestOrigin::Address(peer),
+            (None, None) => RequestOrigin::TrustedProxy,
+        }
+    }
+
+    async fn explained(
+        &self,
+        requests: &RequestReader,
+        decider: &Decider,
+        outbox: &SharedOutbox,
+    ) -> Result<ExplainResponse, Problem> {
+        // A client may add a query to any path.
+        let path = self.asked.path.split('?').next().unwrap_or_default();
+        let head = RequestHead {
+            method: &Method::POST,
+            path,
+            // Names the host outside the headers.
+            version: Version::HTTP_2,
+            headers: &self.headers,
+            origin: self.origin(),
+        };
+        let read = requests.would_read(&head, self.body.clone()).await;
+        let (request, mut ids) = read.map_err(|why| refusal(&why, &self.headers))?;
+        ids.truncate(SHOWN_IDS_MAX);
+        let request_id = requests.told_id(&self.headers);
+        let ask = request.ask(&self.headers, request_id.unwrap_or_default(), &[]);
+        let hash_seed = requests.hash_seed();
+        let deadline = request.deadline.map(|it| it.as_millis());
+        Ok(ExplainResponse {
+            read: "local",
+            stream: request.parsed.stream,
+            user: request.user.as_str().to_owned(),
+            user_key: key_text(request.user.key(hash_seed)),
+            user_source: request.user_source.text(),
+            peer: self.asked.peer,
+            request_id: request_id.map(ToOwned::to_owned),
+            priority: request.priority,
+            deadline_ms: deadline.map(|ms| u64::try_from(ms).unwrap_or(u64::MAX)),
+            labels: request.preferences.labels.iter().cloned().collect(),
+            tokenizer: requests.prompts().tokenizer_name(&request.parsed.model),
+            unit: request.identity.unit,
+            token_ids: self.asked.token_ids.then_some(ids),
+            explanation: decider.explain(&ask, outbox.status(), Instant::now()),
+        })
     }
 }
 
-pub(super) fn headers(given: &BTreeMap<String, String>) -> Result<HeaderMap, Problem> {
+/// How the data plane would refuse the request.
+fn refusal(failure: &ProxyError, headers: &HeaderMap) -> Problem {
+    let answer = rescue(failure);
+    if *failure == ProxyError::Overloaded {
+        return Problem::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "stopping",
+            "the replica is stopping",
+        );
+    }
+    let field = match failure {
+        ProxyError::BadRequest {
+            param: Some(param), ..
+        } if headers.contains_key(param) => format!("headers.{param}"),
+        ProxyError::BadRequest {
+            param: Some(param), ..
+        } => format!("body.{param}"),
+        ProxyError::BadRequest { param: None, .. } => "body".to_owned(),
+        ProxyError::BadKey => "headers.authorization".to_owned(),
+        ProxyError::UnknownRoute { .. } | ProxyError::WrongMethod { .. } => "path".to_owned(),
+        _ => "headers".to_owned(),
+    };
+    invalid(&field, failure.to_string())
+        .member("data_plane_status", answer.status.as_u16())
+        .member("data_plane_code", answer.code)
+}
+
+pub(super) fn headers(given: &BTreeMap<String, HeaderValues>) -> Result<HeaderMap, Problem> {
     let mut headers = HeaderMap::with_capacity(given.len());
-    for (name, value) in given {
+    for (name, values) in given {
         let field = || format!("headers.{name}");
         let key = HeaderName::try_from(name)
             .map_err(|_| invalid(&field(), "expected a header's name".to_owned()))?;
-        let value = HeaderValue::try_from(value)
-            .map_err(|_| invalid(&field(), "expected a header's value".to_owned()))?;
-        headers.append(key, value);
+        for value in values.all() {
+            // Space around a value is none of it (RFC 9110, section 5.5).
+            let value = value.trim_matches([' ', '\t']);
+            let value = HeaderValue::from_bytes(value.as_bytes())
+                .map_err(|_| invalid(&field(), "expected a header's value".to_owned()))?;
+            headers.append(key.clone(), value);
+        }
     }
     Ok(headers)
 }

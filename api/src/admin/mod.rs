@@ -14,6 +14,7 @@ mod backends;
 mod backup;
 mod bins;
 mod cluster;
+mod decisions;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -43,6 +44,7 @@ use state::StateView;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
+pub use explain::explain_offline;
 pub use listener::serve;
 pub use stream::STREAMS_MAX;
 
@@ -55,7 +57,7 @@ use crate::events::EventBus;
 use crate::kv_events::board::StreamBoard;
 use crate::metrics::{Metrics, ScrapedReplica};
 use crate::ports::Cluster;
-use crate::prompt::PromptReader;
+use crate::proxy::{DecisionLog, RequestReader};
 use crate::routing::{Decider, LoadTable, SharedOutbox};
 use origin::{OwnNames, own_site};
 
@@ -72,8 +74,10 @@ pub struct Admin {
     pub cluster: Arc<dyn Cluster>,
     /// Published part of the state.
     pub view: Arc<StateView>,
-    /// Reads prompts, for `explain`.
-    pub reader: Arc<PromptReader>,
+    /// The data plane's reading of requests, for `explain`.
+    pub requests: Arc<RequestReader>,
+    /// The data plane's last decisions.
+    pub decisions: Arc<DecisionLog>,
     /// Decides, for `explain`.
     pub decider: Arc<Decider>,
     /// Requests in flight.
@@ -299,6 +303,18 @@ const ROUTES: &[RouteInfo] = &[
         methods: "POST",
         what: "how a request would be routed: {\"path\",\"headers\",\"body\"}",
         handlers: || post(explain::explain),
+    },
+    RouteInfo {
+        path: "/admin/v1/decisions",
+        methods: "GET",
+        what: "this replica's last decisions, newest first; ?user ?backend ?model ?limit ?cursor",
+        handlers: || get(decisions::list),
+    },
+    RouteInfo {
+        path: "/admin/v1/decisions/{request_id}",
+        methods: "GET",
+        what: "one request with every decision: candidates, scores, and what became of it",
+        handlers: || get(decisions::show),
     },
     RouteInfo {
         path: "/admin/v1/policy",

@@ -182,7 +182,7 @@ pub(super) async fn forgive(
     submit(&admin, Command::ForgiveUser { name }).await
 }
 
-fn key_text(key: UserKey) -> String {
+pub(super) fn key_text(key: UserKey) -> String {
     format!("{:016x}", key.0)
 }
 

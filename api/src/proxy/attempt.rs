@@ -24,7 +24,7 @@ use super::relay::ERROR_BYTES_MAX;
 use super::suspects::WatchedRequest;
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
-use crate::routing::{Attempt, AttemptEnd, Decision};
+use crate::routing::{Attempt, AttemptEnd, Decision, DecisionRecord};
 
 /// How long the rest of a refusal is waited for.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
@@ -126,6 +126,19 @@ impl AttemptFailure {
         }
     }
 
+    /// As the admin API names it.
+    fn label(&self) -> &'static str {
+        match self {
+            Self::Gone => "backend-removed",
+            Self::OutOfConnections(_) => "out-of-connections",
+            Self::Unreachable(_) => "unreachable",
+            Self::BrokeUnsent(_) => "broke-unsent",
+            Self::Broke(_) => "broke",
+            Self::TimedOutUnsent => "timed-out-unsent",
+            Self::TimedOut => "timed-out",
+        }
+    }
+
     fn end(&self) -> AttemptEnd {
         match self {
             Self::Gone
@@ -161,6 +174,17 @@ impl Outcome {
             Self::Refusal(response)
         } else {
             Self::Answer(response)
+        }
+    }
+
+    /// Tells the decision's record.
+    fn note(&self, record: &DecisionRecord) {
+        match self {
+            Self::Answer(response) | Self::Refusal(response) => {
+                record.answered(response.status().as_u16());
+            }
+            Self::Redirection => record.failed("redirected"),
+            Self::Failure(failure) => record.failed(failure.label()),
         }
     }
 
@@ -215,6 +239,9 @@ pub(super) async fn attempt(
         Err(_) => Outcome::Failure(AttemptFailure::TimedOutUnsent),
     };
     outcome.report(proxy, decision, attempt.user());
+    if let Some(record) = &decision.record {
+        outcome.note(record);
+    }
     let failure = match outcome {
         Outcome::Answer(mut response) => {
             let Err(error) = begin(&mut response, sending.first_byte_by).await else {
@@ -225,7 +252,11 @@ pub(super) async fn attempt(
                 let now = Instant::now();
                 proxy.backends.report_no_answer(decision.backend, user, now);
             }
-            AttemptFailure::of(error, is_sent)
+            let failure = AttemptFailure::of(error, is_sent);
+            if let Some(record) = &decision.record {
+                record.failed(failure.label());
+            }
+            failure
         }
         Outcome::Refusal(response) => {
             attempt.end(AttemptEnd::NotRun, Instant::now());

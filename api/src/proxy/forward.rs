@@ -80,11 +80,17 @@ pub(super) async fn forward(
     let mut excluded: Vec<Slot> = Vec::new();
     let mut last = None;
     loop {
+        let arrived = Instant::now();
         let admitted = match proxy.admission.admit(asked, &excluded).await {
             Ok(admitted) => admitted,
             Err(why) => return last.map_or(Err(refusal(why, asked)), give_up),
         };
         let (decision, mut taken) = admitted.into_parts();
+        if let Some(record) = &asked.record {
+            proxy
+                .decisions
+                .decided(record, &decision, arrived.elapsed());
+        }
         taken.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         sending.watched.sent();

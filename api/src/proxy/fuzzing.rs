@@ -10,9 +10,10 @@ use state::ids::ReplicaId;
 
 use super::document::Document;
 use super::headers::{Hop, clean_answer, request_id, toward_engine};
+use super::identify::{Client, IdentifiedUser, RequestOrigin, check_key, identify};
 use super::inspect::inspect;
 use super::keys::ApiKeys;
-use super::request::{Client, check_key, identify, priority};
+use super::request::priority;
 use super::routes::route;
 use super::scan::{is_whole, members};
 use super::settings::ProxySettings;
@@ -21,7 +22,6 @@ use super::sse::{SseStream, WantedUsage};
 use crate::fuzzing::path_of;
 use crate::prompt::{ParsedBody, Prompt, parse, parse_routed};
 use crate::routing::Usage;
-use crate::routing::UserName;
 
 /// A request: a path's number in one byte, then the body. What an engine is sent in its place is
 /// read alike, apart from the usage reports that are asked for.
@@ -226,11 +226,12 @@ fn names(settings: &mut ProxySettings, head: &HeaderMap, parsed: &ParsedBody) {
             };
             let client = Client {
                 holder: &holder,
-                peer: &peer,
+                origin: RequestOrigin::Address(&peer),
                 headers: head,
             };
             let user = identify(settings, || 7.into(), &client, parsed);
-            let is_name = |user: &UserName| (1..=NAME_BYTES_MAX).contains(&user.as_str().len());
+            let is_name =
+                |user: &IdentifiedUser| (1..=NAME_BYTES_MAX).contains(&user.name.as_str().len());
             assert!(user.iter().all(is_name), "{user:?}");
         }
     }

@@ -134,13 +134,18 @@ pub(super) fn clean_answer(headers: &mut HeaderMap) {
     }
 }
 
-/// The client's request id when it is fit to be passed on and logged, else a new one of 32 hex
-/// digits.
+/// The client's request id, when it is fit to be passed on and logged.
+pub(super) fn told_request_id(client: &HeaderMap) -> Option<&HeaderValue> {
+    let is_fit = |id: &&HeaderValue| {
+        (1..=REQUEST_ID_BYTES_MAX).contains(&id.len())
+            && id.as_bytes().iter().all(u8::is_ascii_graphic)
+    };
+    client.get(&REQUEST_ID).filter(is_fit)
+}
+
+/// The client's request id, else a new one of 32 hex digits.
 pub(super) fn request_id(client: &HeaderMap) -> HeaderValue {
-    if let Some(id) = client.get(&REQUEST_ID)
-        && (1..=REQUEST_ID_BYTES_MAX).contains(&id.len())
-        && id.as_bytes().iter().all(u8::is_ascii_graphic)
-    {
+    if let Some(id) = told_request_id(client) {
         return id.clone();
     }
     const DIGITS: &[u8; 16] = b"0123456789abcdef";

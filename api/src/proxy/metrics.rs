@@ -15,6 +15,7 @@ use tokio::time::Instant;
 
 use super::budget::BudgetGuard;
 use super::clients::{ConnectionRequestGuard, UserRequestGuard};
+use super::decisions::RequestRecord;
 use crate::backends::pool::PoolCounters;
 use crate::error::ProxyError;
 
@@ -42,9 +43,9 @@ pub enum RequestOutcome {
     ClientLeft,
 }
 
-impl EncodeLabelValue for RequestOutcome {
-    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
-        let label = match self {
+impl RequestOutcome {
+    fn label(self) -> &'static str {
+        match self {
             Self::Finished => "finished",
             Self::Local => "local",
             Self::Refused => "refused",
@@ -52,8 +53,13 @@ impl EncodeLabelValue for RequestOutcome {
             Self::EngineError => "engine-error",
             Self::BrokenOff => "broken-off",
             Self::ClientLeft => "client-left",
-        };
-        label.encode(encoder)
+        }
+    }
+}
+
+impl EncodeLabelValue for RequestOutcome {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
+        self.label().encode(encoder)
     }
 }
 
@@ -234,6 +240,10 @@ pub(super) struct RequestMetricsGuard {
     read_at: Option<Instant>,
     outcome: RequestOutcome,
     code: u16,
+    /// Code of the error that its client was told.
+    failure: Option<&'static str>,
+    /// Where its end is noted.
+    record: Option<Arc<RequestRecord>>,
     stage: RequestStage,
     /// Of its connection and its address.
     _turn: Option<ConnectionRequestGuard>,
@@ -263,6 +273,8 @@ impl RequestMetricsGuard {
             read_at: None,
             outcome: RequestOutcome::ClientLeft,
             code: 0,
+            failure: None,
+            record: None,
             stage: RequestStage::Reading,
             _turn: turn,
             counted: None,
@@ -285,6 +297,16 @@ impl RequestMetricsGuard {
     /// Counts it as one of its user's.
     pub(super) fn counts(&mut self, counted: UserRequestGuard) {
         self.counted = Some(counted);
+    }
+
+    /// Notes its end there.
+    pub(super) fn records(&mut self, record: Option<Arc<RequestRecord>>) {
+        self.record = record;
+    }
+
+    /// Its client is told an error with this code.
+    pub(super) fn fails(&mut self, code: &'static str) {
+        self.failure = Some(code);
     }
 
     /// Counts it as one of its model's.
@@ -333,6 +355,10 @@ impl RequestMetricsGuard {
 
 impl Drop for RequestMetricsGuard {
     fn drop(&mut self) {
+        if let Some(record) = &self.record {
+            // Before it counts as over: whoever sees that finds the record complete.
+            record.ends(self.outcome.label(), self.code, self.failure);
+        }
         self.leave_stage();
         let Self {
             metrics,

@@ -26,6 +26,7 @@ mod beginning;
 mod budget;
 mod clients;
 mod deadline;
+mod decisions;
 mod document;
 mod durable;
 mod expose;
@@ -34,6 +35,7 @@ mod forward;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod headers;
+mod identify;
 mod inspect;
 mod keys;
 mod metrics;
@@ -41,6 +43,7 @@ mod models;
 mod pace;
 mod piece;
 mod proxied;
+mod reading;
 mod relay;
 mod request;
 mod routes;
@@ -67,24 +70,27 @@ use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
 pub use addresses::{IpPrefix, IpPrefixError};
+pub(crate) use decisions::{DecidedAttempt, RequestEnd};
+pub use decisions::{DecisionLog, RequestRecord};
 pub use expose::Expose;
 pub use fields::{FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS};
+pub use identify::{RequestOrigin, UserSource};
 pub use keys::{ApiKeys, Holder, KeyEntry, key_user_name};
 pub use metrics::{ProxyMetrics, RequestLabels, RequestOutcome, Seconds};
 pub use piece::ResponseBodyError;
+pub use reading::{ClientRequest, RequestHead, RequestReader};
 pub use routes::{INFERENCE_PATHS, is_plain};
 pub use server::{DrainResult, Server};
 pub use settings::{
-    Charges, IdentifyBy, IdentifyByError, ProxyLimits, ProxySettings, ProxyTimeouts,
+    Charges, DECISIONS_MAX, IdentifyBy, IdentifyByError, ProxyLimits, ProxySettings, ProxyTimeouts,
 };
 pub use splice::UsageRequest;
 
 use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::backends::pool::Pool;
-use crate::error::{ProxyError, openai_response};
-use crate::prompt::{PromptReader, ReadRequest};
-use crate::routing::{Decider, Router};
+use crate::error::{ProxyError, openai_response, rescue};
+use crate::routing::Router;
 use crate::seldom::Seldom;
 use budget::RetryBudget;
 use clients::{ClientTable, ConnectionRequestGuard, UserRequests};
@@ -94,7 +100,6 @@ use metrics::RequestMetricsGuard;
 use pace::{HandedOverBody, hand_over};
 use proxied::ProxiedRequest;
 use relay::{SharedResponseBody, lock};
-pub(crate) use request::ANONYMOUS;
 use request::HeldBodyBytes;
 use routes::Route;
 use suspects::Suspects;
@@ -109,12 +114,12 @@ const BROKEN_OFF_PERIOD: Duration = Duration::from_secs(10);
 /// What all connections of a data plane share.
 pub struct Proxy {
     admission: Arc<Admission>,
-    reader: Arc<PromptReader>,
-    decider: Arc<Decider>,
+    requests: Arc<RequestReader>,
+    decisions: Arc<DecisionLog>,
     backends: Arc<Backends>,
     view: Arc<StateView>,
     pool: Pool,
-    settings: ProxySettings,
+    settings: Arc<ProxySettings>,
     metrics: Arc<ProxyMetrics>,
     replica: HeaderValue,
     /// Bytes of request bodies held at present.
@@ -163,9 +168,13 @@ impl Proxy {
             settings.retry_budget_percent,
             settings.retry_concurrency_min,
         );
+        let clock = router.clock().clone();
+        let decisions = DecisionLog::new(settings.replica, clock, settings.decisions_max);
+        let settings = Arc::new(settings);
+        let requests = RequestReader::new(router, Arc::clone(&settings));
         Self {
-            reader: Arc::clone(router.reader()),
-            decider: Arc::clone(router.decider()),
+            requests: Arc::new(requests),
+            decisions: Arc::new(decisions),
             admission,
             backends,
             view: Arc::clone(router.view()),
@@ -181,6 +190,19 @@ impl Proxy {
             suspects: Arc::new(Suspects::new()),
             broken_off: Seldom::new(BROKEN_OFF_LINES, BROKEN_OFF_PERIOD),
         }
+    }
+
+    /// Reads requests, here and for `explain`.
+    #[must_use]
+    pub fn requests(&self) -> &Arc<RequestReader> {
+        &self.requests
+    }
+
+    /// The last decisions. They say what they went by if the router is
+    /// [recording](crate::routing::Router::recording).
+    #[must_use]
+    pub fn decisions(&self) -> &Arc<DecisionLog> {
+        &self.decisions
     }
 
     /// Closes up to `count` client connections that have no request, the longest idle first: for
@@ -234,6 +256,7 @@ impl Proxy {
                 local(response, outcome, ledger)
             }
             Err(failure) => {
+                ledger.fails(rescue(&failure).code);
                 let mut response = openai_response(&failure);
                 if failure == ProxyError::BadKey && version <= Version::HTTP_11 {
                     // Whoever has no key has no claim to a connection.
@@ -273,7 +296,8 @@ impl Proxy {
     ) -> Result<ForwardResult, ProxyError> {
         let held_bytes_max = self.settings.limits.held_bytes_max;
         let mut held = HeldBodyBytes::none(&self.held_bytes, held_bytes_max);
-        let (holder, mut body_bytes) = match self.take_in(&head, &mut body, &mut held).await {
+        let (holder, mut body_bytes) = match self.take_in(&head, &peer, &mut body, &mut held).await
+        {
             Ok(Some(taken)) => taken,
             Ok(None) => return self.models(head.uri.path()).map(ForwardResult::Held),
             Err(failure) => {
@@ -290,32 +314,21 @@ impl Proxy {
         drop(body);
         ledger.is_read(self.settings.limits.requests_max)?;
         let path = head.uri.path();
-        let ReadRequest {
-            parsed, identity, ..
-        } = self.understand(path, &mut body_bytes).await?;
-        let hashing = || self.view.registry().hashing();
-        let client = request::Client {
-            holder: &holder,
-            peer: &peer,
-            headers: &head.headers,
-        };
-        let user = request::identify(&self.settings, hashing, &client, &parsed)?;
-        let counted = self.users.count(user.as_str());
+        let told = request_head(&head, &peer);
+        let (read, ids) = self.requests.read(&told, &holder, &mut body_bytes).await?;
+        // As long as the prompt, and not needed any more.
+        drop(ids);
+        let record = self.decisions.open(&read, &request_id, path);
+        ledger.records(record.clone());
+        let counted = self.users.count(read.user.as_str());
         ledger.counts(counted.ok_or(ProxyError::UserAtLimit)?);
-        let priority = request::priority(&head.headers, self.settings.priority_max)?;
-        let deadline = deadline::told(&head.headers);
-        let preferences = self.decider.preferences(&head.headers)?;
         let asked = ProxiedRequest {
             head,
             body: body_bytes,
-            parsed,
-            identity,
-            user,
-            preferences,
+            read,
             request_id,
             peer,
-            priority,
-            deadline,
+            record,
         };
         forward(self, &Arc::new(asked), ledger).await
     }
@@ -325,12 +338,12 @@ impl Proxy {
     async fn take_in(
         &self,
         head: &http::request::Parts,
+        peer: &HeaderValue,
         body: &mut Incoming,
         held: &mut HeldBodyBytes,
     ) -> Result<Option<(Holder, Bytes)>, ProxyError> {
-        request::check_head(head)?;
-        let holder = request::check_key(&self.settings, &head.headers)?;
-        match routes::route(&self.settings, &head.method, head.uri.path())? {
+        let (holder, route) = self.requests.accept(&request_head(head, peer))?;
+        match route {
             Route::Models | Route::Model(_) => Ok(None),
             Route::Engine => {
                 let limits = &self.settings.limits;
@@ -353,18 +366,6 @@ impl Proxy {
         }
     }
 
-    /// Reads a body, less the fields that do not reach engines. Its prompt is tokenized once, from
-    /// what the engine gets.
-    async fn understand(&self, path: &str, body: &mut Bytes) -> Result<ReadRequest, ProxyError> {
-        let mut request = self.reader.parse(path, body).await?;
-        if let Some(stripped) = self.settings.fields.apply(&request.parsed, body)? {
-            *body = stripped;
-            // The fields stand in other places now.
-            request = self.reader.parse(path, body).await?;
-        }
-        Ok(self.reader.tokenize(path, body, request).await?)
-    }
-
     fn models(&self, path: &str) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
         let is_up = |backend: &Backend| self.backends.is_up(&registry, backend);
@@ -380,6 +381,17 @@ impl Proxy {
         let json = HeaderValue::from_static("application/json");
         response.headers_mut().insert(CONTENT_TYPE, json);
         Ok(response)
+    }
+}
+
+/// A request's head as it is read.
+fn request_head<'a>(head: &'a http::request::Parts, peer: &'a HeaderValue) -> RequestHead<'a> {
+    RequestHead {
+        method: &head.method,
+        path: head.uri.path(),
+        version: head.version,
+        headers: &head.headers,
+        origin: RequestOrigin::Address(peer),
     }
 }
 

@@ -1,5 +1,7 @@
 //! The request that the data plane forwards, and how admission and routing see it.
 
+use std::ops::Deref;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -7,39 +9,35 @@ use http::HeaderValue;
 use state::ids::Slot;
 
 use super::deadline;
+use super::decisions::RequestRecord;
+use super::reading::ClientRequest;
 use crate::admission::AdmissionRequest;
-use crate::prompt::{ParsedBody, PromptIdentity};
-use crate::routing::{RoutingPreferences, RoutingRequest, UserName};
+use crate::routing::RoutingRequest;
 
 /// A request whose body is read and whose user is known.
 pub(super) struct ProxiedRequest {
     pub(super) head: http::request::Parts,
     pub(super) body: Bytes,
-    pub(super) parsed: ParsedBody,
-    pub(super) identity: PromptIdentity,
-    pub(super) user: UserName,
-    pub(super) preferences: RoutingPreferences,
+    pub(super) read: ClientRequest,
     pub(super) request_id: HeaderValue,
     /// The client's address.
     pub(super) peer: HeaderValue,
-    /// Among requests that wait.
-    pub(super) priority: i16,
-    /// How long its client waits, as it tells.
-    pub(super) deadline: Option<Duration>,
+    /// Where its decisions are noted.
+    pub(super) record: Option<Arc<RequestRecord>>,
+}
+
+impl Deref for ProxiedRequest {
+    type Target = ClientRequest;
+
+    fn deref(&self) -> &ClientRequest {
+        &self.read
+    }
 }
 
 impl AdmissionRequest for ProxiedRequest {
     fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
-        RoutingRequest {
-            model: &self.parsed.model,
-            identity: &self.identity,
-            request_id: self.request_id.to_str().unwrap_or_default(),
-            user: &self.user,
-            headers: Some(&self.head.headers),
-            policy: self.preferences.policy.as_deref(),
-            labels: &self.preferences.labels,
-            excluded,
-        }
+        let request_id = self.request_id.to_str().unwrap_or_default();
+        self.read.ask(&self.head.headers, request_id, excluded)
     }
 
     fn priority(&self) -> i16 {

@@ -112,17 +112,22 @@ pub(super) fn route<'a>(
     } else if is_routed(settings, path) {
         (Route::Engine, "POST", method == Method::POST)
     } else {
-        let mut path = path.to_owned();
-        path.truncate(path.floor_char_boundary(SHOWN_PATH_BYTES_MAX));
-        return Err(ProxyError::UnknownRoute {
-            method: method.as_str().to_owned(),
-            path,
-        });
+        return Err(unrouted(method, path));
     };
     if is_method_right {
         Ok(route)
     } else {
         Err(ProxyError::WrongMethod { allowed })
+    }
+}
+
+/// No engine gets a request for this path.
+pub(super) fn unrouted(method: &Method, path: &str) -> ProxyError {
+    let mut path = path.to_owned();
+    path.truncate(path.floor_char_boundary(SHOWN_PATH_BYTES_MAX));
+    ProxyError::UnknownRoute {
+        method: method.as_str().to_owned(),
+        path,
     }
 }
 

@@ -16,6 +16,9 @@ use super::keys::ApiKeys;
 use super::splice::UsageRequest;
 use crate::backends::pool::PoolSettings;
 
+/// Requests whose decisions are kept, unless the config says otherwise.
+pub const DECISIONS_MAX: usize = 10_000;
+
 /// Settings of one replica's data plane.
 #[derive(Debug, Clone)]
 pub struct ProxySettings {
@@ -57,6 +60,8 @@ pub struct ProxySettings {
     /// Paths beyond the built-in ones to which a POST with a JSON `model` is routed. Exact, without
     /// a query. Engine control paths stay closed even when they stand here.
     pub extra_paths: Vec<String>,
+    /// Most requests whose decisions are kept, see [`DecisionLog`](super::DecisionLog); 0: none.
+    pub decisions_max: usize,
     /// Connections to the engines.
     pub pool: PoolSettings,
 }
@@ -203,6 +208,7 @@ impl ProxySettings {
             priority_max: 0,
             usage_splice: UsageRequest::default(),
             extra_paths: Vec::new(),
+            decisions_max: DECISIONS_MAX,
             pool: PoolSettings::default(),
         }
     }

@@ -30,6 +30,7 @@ use super::outbox::{ChargeCommit, Outbox};
 use super::predictions::Prediction;
 use super::priced::LargestRequest;
 use super::prompt_size::PromptSize;
+use super::record::{AttemptReport, DecisionRecord};
 use super::reply::ReplyChain;
 use super::samples::{AttemptTimer, EndedRequest, RunningRequests};
 use super::{AttemptEnd, Decision, RoutingRequest, Usage};
@@ -56,6 +57,8 @@ pub(super) struct OpenAttempt {
     stopwatch: AttemptTimer,
     /// Keeps others away from a backend whose circuit is open, until there is a verdict.
     trial: Option<Arc<HalfOpenProbe>>,
+    /// Where what comes of it is noted.
+    record: Option<Arc<DecisionRecord>>,
     /// When the answer's body began.
     began: Option<Instant>,
     /// What of the output does not show as it is made.
@@ -143,6 +146,7 @@ impl Dispatcher {
             backend,
             stopwatch,
             trial: decision.trial.clone(),
+            record: decision.record.clone(),
             began: None,
             hidden: None,
             is_touching: decision.touch.is_due(self.session, id),
@@ -360,6 +364,7 @@ impl Attempt {
             self.dispatcher.ended_with(self.user, open.model, tokens);
         }
         open.report(&self.dispatcher, end, now);
+        open.note_end(end, now);
     }
 }
 
@@ -532,6 +537,19 @@ impl OpenAttempt {
         let stopwatch = &mut self.stopwatch;
         let count = |sample: &mut _| stopwatch.count(tokens, running, sample);
         dispatcher.samples.add(self.backend, now, count);
+    }
+
+    /// Tells the decision's record what came of it.
+    fn note_end(&self, end: AttemptEnd, now: Instant) {
+        let Some(record) = &self.record else { return };
+        let charged = &self.charged;
+        record.report(AttemptReport {
+            end,
+            usage: self.usage,
+            charged: [charged.input_uncached, charged.input_cached, charged.output],
+            first_byte: self.began.map(|began| self.stopwatch.elapsed(began)),
+            duration: self.stopwatch.elapsed(now),
+        });
     }
 
     /// Metrics, samples, and what the engine's count teaches about bytes per token.

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use state::ids::BlockHash;
+use state::ids::{BackendRef, BlockHash};
 use state::policy::{self, MatchBy, Needs, PolicyConfig, PolicyRequest};
 use state::{Registry, StateView};
 use tokio::time::Instant;
@@ -19,7 +19,9 @@ use super::load_reader::LoadReader;
 use super::metrics::RoutingMetrics;
 use super::outbox::Overlay;
 use super::panic::Panics;
+use super::record::{DecisionBasis, DecisionRecord};
 use super::select::SelectSettings;
+use super::verdict::FilterVerdict;
 use super::{Decision, OutboxStatus, RoutingRejection, RoutingRequest, session};
 use crate::backends::{Backends, BreakerState};
 
@@ -35,6 +37,8 @@ pub struct Decider {
     /// Policies that a request may ask for.
     pub(super) overrides: Vec<Arc<PolicyConfig>>,
     pub(super) select: SelectSettings,
+    /// Whether decisions keep what they went by.
+    pub(super) is_recording: bool,
     pub(super) metrics: RoutingMetrics,
     pub(super) panics: Panics,
 }
@@ -51,7 +55,7 @@ impl Decider {
     ) -> Result<Decision, RoutingRejection> {
         let fleet = self.fleet.table();
         let index = self.view.applied();
-        let (config, _) = policy_of(&fleet, ask);
+        let (config, policy_source) = policy_of(&fleet, ask);
         let needs = config.needs();
         let turn = if needs.turn {
             self.turn.fetch_add(1, Relaxed)
@@ -60,7 +64,13 @@ impl Decider {
         };
         let request = self.request(&fleet, ask, &needs, turn);
         let decided = SCRATCH.with_borrow_mut(|scratch| {
-            let admitted = self.admit(&fleet, ask, now, scratch, |_, _| {});
+            let mut verdicts = self.verdicts(&fleet, scratch);
+            let admitted = self.admit(&fleet, ask, now, scratch, |at, verdict| {
+                if let Some(kept) = verdicts.get_mut(at) {
+                    *kept = verdict;
+                }
+            });
+            scratch.verdicts = verdicts;
             self.metrics.filtered(&scratch.tally);
             let (registry, is_panic) = (&fleet.registry, scratch.is_panic);
             self.panics.note(registry, ask.model, is_panic);
@@ -69,10 +79,21 @@ impl Decider {
             self.supplement(&fleet, &needs, scratch);
             let choice = policy::choose(config, &request, &scratch.candidates);
             let choice = choice.ok_or(RoutingRejection::NoneHealthy)?;
-            Ok((choice, scratch.place(choice), scratch.are_circuits_kept))
+            let basis = DecisionBasis {
+                index,
+                policy: config,
+                policy_source,
+                request: &request,
+                choice,
+            };
+            let kept = || Arc::new(DecisionRecord::of(&fleet, &basis, scratch));
+            let record = self.is_recording.then(kept);
+            let place = scratch.place(choice);
+            Ok((choice, place, scratch.are_circuits_kept, record))
         });
-        self.metrics.decided(config.name(), decided.err());
-        let (choice, at, are_circuits_kept) = decided?;
+        self.metrics
+            .decided(config.name(), decided.as_ref().err().copied());
+        let (choice, at, are_circuits_kept, record) = decided?;
         let backend = fleet.registry.backends[at].handle;
         let trial = match self.backends.enter(backend, || user_of(&fleet, ask), now) {
             BreakerState::Closed => None,
@@ -91,7 +112,24 @@ impl Decider {
             policy: config.name(),
             touch: needs.touch,
             index,
+            record,
         })
+    }
+
+    /// Where the verdict on each backend is noted; empty where decisions are not recorded.
+    fn verdicts(&self, fleet: &RoutingTable, scratch: &mut DecisionScratch) -> Vec<FilterVerdict> {
+        let mut verdicts = std::mem::take(&mut scratch.verdicts);
+        verdicts.clear();
+        if self.is_recording {
+            verdicts.resize(fleet.registry.backends.len(), FilterVerdict::OtherModel);
+        }
+        verdicts
+    }
+
+    /// Id of a backend that is registered or was lately.
+    #[must_use]
+    pub fn name_of(&self, backend: BackendRef) -> Option<Arc<str>> {
+        self.fleet.name_of(backend)
     }
 
     /// Brings the gauges of routing up to date, also of models that no request asks for, and drops

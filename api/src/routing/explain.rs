@@ -6,12 +6,13 @@ use serde::Serialize;
 use state::Backend;
 use state::command::EngineFacts;
 use state::ids::{BackendRef, LogIndex};
-use state::policy::{self, PolicyConfig, Prices, Reason, UserTokens};
+use state::policy::{self, PolicyConfig, Prices, Reason};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
 
 use super::decide::Decider;
 use super::fleet::{DecisionScratch, PolicySource, matchable, policy_of};
+use super::record::ExplainedRequest;
 use super::verdict::FilterVerdict;
 use super::{Load, OutboxStatus, RoutingRejection, RoutingRequest};
 use crate::backends::CircuitView;
@@ -58,19 +59,6 @@ pub struct Explanation {
     pub reason: Option<Reason>,
     /// Why none was.
     pub refusal: Option<RoutingRejection>,
-}
-
-/// What only some policies look at of a request; `None`: this one does not, or there is none.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct ExplainedRequest {
-    /// Hash of the prompt's first blocks.
-    pub prefix_key: Option<u64>,
-    /// Hash of the session's name.
-    pub session: Option<u64>,
-    /// Requests that this replica's round-robin has decided, from an arbitrary start.
-    pub turn: Option<u64>,
-    /// Weighted tokens of the user and of all users within the window.
-    pub user_tokens: Option<UserTokens>,
 }
 
 /// One backend's part in a decision.
@@ -175,14 +163,9 @@ impl Decider {
             blocks: shown.map(ToString::to_string).collect(),
             overlay_runs: self.overlay.len(),
             outbox,
-            policy: config.clone(),
+            policy: (**config).clone(),
             policy_source,
-            request: ExplainedRequest {
-                prefix_key: needs.prefix_blocks.map(|_| request.prefix_key),
-                session: request.session,
-                turn: needs.turn.then_some(request.turn),
-                user_tokens: needs.user_tokens.then_some(request.user),
-            },
+            request: ExplainedRequest::of(&request, &needs, ask.headers),
             is_panic: scratch.is_panic,
             backends,
             choice: choice.map(|choice| fleet.name(scratch.place(choice)).to_string()),

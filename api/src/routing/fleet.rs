@@ -1,7 +1,8 @@
 //! What a decision works on: the registry as decisions need it, and the candidates of one of them.
 
 use std::cell::RefCell;
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arc_swap::ArcSwap;
 use serde::Serialize;
@@ -11,11 +12,15 @@ use state::{Registry, StateView};
 
 use super::RoutingRequest;
 use super::metrics::{BackendMeter, RoutingMetrics};
-use super::verdict::FilterCounts;
+use super::verdict::{FilterCounts, FilterVerdict};
 
 /// The registry with what decisions need beside it.
 pub(super) struct RoutingTable {
     pub(super) registry: Arc<Registry>,
+    /// The live policy.
+    live: Arc<PolicyConfig>,
+    /// Those of models.
+    of_models: BTreeMap<String, Arc<PolicyConfig>>,
     /// By place in `registry.backends`.
     names: Vec<Arc<str>>,
     meters: Vec<Arc<BackendMeter>>,
@@ -29,7 +34,13 @@ impl RoutingTable {
                 .iter()
                 .map(|backend| backend.spec.id.as_str())
         };
+        let routing = registry.routing.as_ref();
+        let models = routing.iter().flat_map(|routing| &routing.models);
         Self {
+            live: Arc::new(registry.policy.clone()),
+            of_models: models
+                .map(|(model, policy)| (model.clone(), Arc::new(policy.clone())))
+                .collect(),
             names: ids().map(Arc::from).collect(),
             meters: ids().map(|id| metrics.meter(id)).collect(),
             registry,
@@ -51,15 +62,47 @@ pub(super) struct Fleet {
     view: Arc<StateView>,
     metrics: RoutingMetrics,
     table: ArcSwap<RoutingTable>,
+    /// Backends of this table and of those before, for what was decided then.
+    known: Mutex<KnownNames>,
+}
+
+/// Most backends whose name is remembered, present ones included.
+const NAMES_MAX: usize = 4096;
+
+/// Names of backends, each with the number of the table that had it last.
+#[derive(Default)]
+struct KnownNames {
+    tables: u64,
+    names: BTreeMap<BackendRef, (u64, Arc<str>)>,
+}
+
+impl KnownNames {
+    fn add(&mut self, table: &RoutingTable) {
+        self.tables += 1;
+        for (backend, name) in table.registry.backends.iter().zip(&table.names) {
+            let last = (self.tables, Arc::clone(name));
+            self.names.insert(backend.handle, last);
+        }
+        while self.names.len() > NAMES_MAX {
+            let oldest = self.names.iter().min_by_key(|(_, (seen, _))| *seen);
+            let Some(oldest) = oldest.map(|(handle, _)| *handle) else {
+                return;
+            };
+            self.names.remove(&oldest);
+        }
+    }
 }
 
 impl Fleet {
     pub(super) fn new(view: Arc<StateView>, metrics: RoutingMetrics) -> Self {
         let table = RoutingTable::of(view.registry(), &metrics);
+        let mut known = KnownNames::default();
+        known.add(&table);
         Self {
             view,
             metrics,
             table: ArcSwap::from_pointee(table),
+            known: Mutex::new(known),
         }
     }
 
@@ -71,8 +114,19 @@ impl Fleet {
             return Arc::clone(&table);
         }
         let table = Arc::new(RoutingTable::of(registry, &self.metrics));
+        self.known().add(&table);
         self.table.store(Arc::clone(&table));
         table
+    }
+
+    /// The id of a backend that is registered or was lately.
+    pub(super) fn name_of(&self, backend: BackendRef) -> Option<Arc<str>> {
+        let known = self.known();
+        known.names.get(&backend).map(|(_, name)| Arc::clone(name))
+    }
+
+    fn known(&self) -> MutexGuard<'_, KnownNames> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The metrics of a backend, whose id is `name`.
@@ -95,6 +149,8 @@ pub(super) struct DecisionScratch {
     pub(super) open: Vec<(u64, Slot)>,
     /// Whether probes are doubted.
     pub(super) is_panic: bool,
+    /// By place in the registry, where decisions are recorded.
+    pub(super) verdicts: Vec<FilterVerdict>,
 }
 
 impl DecisionScratch {
@@ -139,10 +195,9 @@ pub enum PolicySource {
 pub(super) fn policy_of<'a>(
     fleet: &'a RoutingTable,
     ask: &RoutingRequest<'a>,
-) -> (&'a PolicyConfig, PolicySource) {
-    let live = &fleet.registry.policy;
-    let models = fleet.registry.routing.as_ref().map(|it| &it.models);
-    match (ask.policy, models.and_then(|models| models.get(ask.model))) {
+) -> (&'a Arc<PolicyConfig>, PolicySource) {
+    let live = &fleet.live;
+    match (ask.policy, fleet.of_models.get(ask.model)) {
         (Some(asked), _) if asked.name() == live.name() => (live, PolicySource::Request),
         (Some(asked), _) => (asked, PolicySource::Request),
         (None, Some(of_model)) => (of_model, PolicySource::Model),

@@ -32,6 +32,7 @@ mod predictions;
 mod preferences;
 mod priced;
 mod prompt_size;
+mod record;
 mod reply;
 mod room;
 mod samples;
@@ -67,7 +68,7 @@ pub(crate) use attempt::pricing_of;
 pub use attempt::{Attempt, DispatchTerms};
 pub use decide::Decider;
 pub use dispatch::Dispatcher;
-pub use explain::{ExplainedBackend, ExplainedRequest, Explanation};
+pub use explain::{ExplainedBackend, Explanation};
 pub use fleet::PolicySource;
 pub use hidden::HiddenOutput;
 pub use load::{EXPIRY, KEEPALIVE, Load, LoadGuard, LoadReportError, LoadReporter, LoadTable};
@@ -78,6 +79,9 @@ pub use outbox::{
 };
 pub use preferences::{POLICY, PreferenceRejection, RoutingPreferences};
 pub use priced::LargestRequest;
+pub use record::{
+    AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, SEEN_MAX, SeenBackendView,
+};
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
 pub use verdict::FilterVerdict;
 
@@ -133,7 +137,7 @@ pub struct RoutingRequest<'a> {
     /// The request's headers, which may name its session.
     pub headers: Option<&'a HeaderMap>,
     /// From [`RoutingPreferences`]; `None`: the live one.
-    pub policy: Option<&'a PolicyConfig>,
+    pub policy: Option<&'a Arc<PolicyConfig>>,
     /// Labels the backend must have, beside those of its model; from [`RoutingPreferences`].
     pub labels: &'a [(String, String)],
     /// Backends tried already.
@@ -161,6 +165,8 @@ pub struct Decision {
     pub index: LogIndex,
     /// The backend's circuit is open: this request is the one that tries it.
     pub(crate) trial: Option<Arc<HalfOpenProbe>>,
+    /// What it went by; `None`: decisions are not recorded.
+    pub record: Option<Arc<DecisionRecord>>,
 }
 
 /// Why no backend can take a request.
@@ -221,7 +227,9 @@ pub enum AttemptEnd {
 }
 
 impl AttemptEnd {
-    fn label(self) -> &'static str {
+    /// As metrics and the admin API name it.
+    #[must_use]
+    pub fn label(self) -> &'static str {
         match self {
             Self::Finished => "finished",
             Self::Broken => "broken",
@@ -272,6 +280,7 @@ impl Router {
             turn: AtomicU64::new(session.0),
             overrides: overrides.into_iter().map(Arc::new).collect(),
             select,
+            is_recording: false,
             metrics: metrics.clone(),
             panics: Panics::new(metrics.clone()),
         };
@@ -300,6 +309,17 @@ impl Router {
             flush_interval: settings.flush_interval,
             clock,
         }
+    }
+
+    /// Has every decision keep what it went by, see [`DecisionRecord`].
+    ///
+    /// # Panics
+    /// If the decider is in use already.
+    #[must_use]
+    pub fn recording(mut self) -> Self {
+        let decider = Arc::get_mut(&mut self.decider);
+        decider.expect("nobody decides yet").is_recording = true;
+        self
     }
 
     /// Reads requests.

@@ -7,12 +7,22 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Hash of the session's name; `None` when the headers name none.
 pub(super) fn hash(names: SessionNames<'_>, headers: &HeaderMap) -> Option<u64> {
-    let name = headers
-        .get(names.header)
-        .map(|value| value.as_bytes().trim_ascii())
-        .filter(|name| !name.is_empty())
-        .or_else(|| cookie(names.cookie?, headers))?;
+    let name = header(names.header, headers).or_else(|| cookie(names.cookie?, headers))?;
     Some(xxh3_64(name))
+}
+
+/// Where the session's name stands: `header:NAME` or `cookie:NAME`.
+pub(super) fn source(names: SessionNames<'_>, headers: &HeaderMap) -> Option<String> {
+    if header(names.header, headers).is_some() {
+        return Some(format!("header:{}", names.header));
+    }
+    let name = names.cookie?;
+    cookie(name, headers).map(|_| format!("cookie:{name}"))
+}
+
+fn header<'a>(name: &str, headers: &'a HeaderMap) -> Option<&'a [u8]> {
+    let value = headers.get(name)?.as_bytes().trim_ascii();
+    (!value.is_empty()).then_some(value)
 }
 
 /// The value of a cookie, of the first where it stands twice (RFC 6265, section 5.4).
@@ -50,9 +60,12 @@ mod tests {
         headers.append(COOKIE, HeaderValue::from_static("a=1; xsid=no; sid=abc"));
         headers.append(COOKIE, HeaderValue::from_static("sid=later"));
         assert_eq!(hash(by_cookie, &headers), Some(xxh3_64(b"abc")));
+        assert_eq!(source(by_cookie, &headers).as_deref(), Some("cookie:sid"));
         assert_eq!(hash(by_header, &headers), None);
         headers.insert("x-quorate-session", HeaderValue::from_static(" s1 "));
         assert_eq!(hash(by_cookie, &headers), Some(xxh3_64(b"s1")));
+        let by_header_too = source(by_cookie, &headers);
+        assert_eq!(by_header_too.as_deref(), Some("header:x-quorate-session"));
         let renamed = SessionNames {
             header: "X-Chat-Id",
             cookie: None,

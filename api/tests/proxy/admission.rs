@@ -26,7 +26,7 @@ fn one_at_a_time() -> AdmissionSettings {
 
 async fn fleet(engines: &[&Engine], settings: AdmissionSettings) -> Fleet {
     let patient = Duration::from_secs(60);
-    let mut fleet = Fleet::start_with(engines, patient, |settings| settings.priority_max = 5).await;
+    let fleet = Fleet::start_with(engines, patient, |settings| settings.priority_max = 5).await;
     fleet.apply(Command::PutAdmission(settings));
     fleet
 }
@@ -343,7 +343,7 @@ async fn room_at_a_peer_wakes_who_waits_here() {
 async fn a_limit_that_is_lifted_lets_everybody_go() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
-    let mut fleet = fleet(&[&engine], one_at_a_time()).await;
+    let fleet = fleet(&[&engine], one_at_a_time()).await;
     let mut clients = vec![run(&fleet, &chat_of("a", "")).await];
     clients.push(wait(&fleet, &chat_of("b", "")).await);
     clients.push(wait(&fleet, &chat_of("c", "")).await);
@@ -398,7 +398,7 @@ async fn who_was_not_run_does_not_queue_again_behind_others() {
 async fn who_waits_when_the_replica_leaves_is_told_to_ask_another() {
     let gate = Arc::new(Semaphore::new(0));
     let engine = gated(&gate).await;
-    let mut fleet = Fleet::start_with(&[&engine], Duration::from_millis(400), |_| {}).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::from_millis(400), |_| {}).await;
     fleet.apply(Command::PutAdmission(one_at_a_time()));
     let _running = run(&fleet, &chat_of("a", "")).await;
     let mut second = wait(&fleet, &chat_of("b", "")).await;

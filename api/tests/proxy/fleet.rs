@@ -4,15 +4,20 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use api::admin::{Admin, Lifecycle};
 use api::admission::Admission;
 use api::backends::{Backends, EngineKeys, Health, Hooks, ProbeSettings};
 use api::clock::Clock;
-use api::ports::{BoxFuture, Propose, ProposeError};
+use api::events::EventBus;
+use api::ports::{BoxFuture, ChangeError, Cluster, ClusterStatus, Propose, ProposeError};
 use api::prompt::{ModelSettings, Tokenizer};
 use api::proxy::{
     DrainResult, Expose, Proxy, ProxyMetrics, ProxySettings, RequestLabels, RequestOutcome, Server,
 };
 use api::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
+use http::Request;
+use http_body_util::BodyExt;
+use serde_json::Value;
 use state::command::{
     BackendSpec, Charge, Command, Committed, Envelope, Item, Lane, Origin, Reply,
 };
@@ -20,10 +25,11 @@ use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, UserKey};
 use state::policy::PolicyConfig;
 use state::prefix::HashSecret;
 use state::users::FairnessSettings;
-use state::{Registry, RouterState};
+use state::{Registry, RouterState, StateView};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
+use tower::ServiceExt;
 
 use super::client::Client;
 use super::engine::Engine;
@@ -37,6 +43,7 @@ pub(crate) struct Fleet {
     pub(crate) leaving: CancellationToken,
     pub(crate) drain: CancellationToken,
     pub(crate) server: JoinHandle<DrainResult>,
+    admin: axum::Router,
     log: Arc<Log>,
 }
 
@@ -105,45 +112,65 @@ impl Fleet {
         drain_deadline: Duration,
         change: impl FnOnce(&mut ProxySettings),
     ) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
         let state = RouterState::new();
         let view = state.view();
-        let backends = Arc::new(Backends::new(probes));
-        let models = ModelSettings {
-            name: "*".to_owned(),
-            tokenizer: Tokenizer::character(),
-            block_size: 16,
-        };
-        let router = Arc::new(Router::new(RouterParts {
-            view: Arc::clone(&view),
-            backends: Arc::clone(&backends),
-            models: vec![models],
-            replica: ReplicaId(1),
-            session: SessionId(1),
-            outbox: OutboxSettings::default(),
-            overrides: PolicyConfig::defaults(),
-            select: SelectSettings::default(),
-            clock: Clock::default(),
-        }));
-        let metrics = Arc::new(ProxyMetrics::default());
+        let log = Arc::new(Log(Mutex::new(LogStates {
+            states: vec![state],
+            last: 0,
+        })));
+        let router = router(ReplicaId(1), view, Backends::new(probes));
         let mut settings = ProxySettings::new(ReplicaId(1));
         settings.expose = Expose::Full;
         change(&mut settings);
+        let fleet = Self::serve(router, settings, drain_deadline, log).await;
+        fleet.found(engines);
+        fleet.assume_healthy();
+        fleet
+    }
+
+    /// Replicas 1 and up of one cluster, each with its own settings, behind one log that all of
+    /// them apply at once.
+    pub(crate) async fn replicas(engines: &[&Engine], settings: Vec<ProxySettings>) -> Vec<Self> {
+        let states: Vec<_> = settings.iter().map(|_| RouterState::new()).collect();
+        let views: Vec<_> = states.iter().map(RouterState::view).collect();
+        let log = Arc::new(Log(Mutex::new(LogStates { states, last: 0 })));
+        let mut replicas = Vec::new();
+        for (settings, view) in settings.into_iter().zip(views) {
+            let backends = Backends::new(ProbeSettings::default());
+            let router = router(settings.replica, view, backends);
+            let replica = Self::serve(router, settings, PATIENT, Arc::clone(&log));
+            replicas.push(replica.await);
+        }
+        replicas[0].found(engines);
+        replicas.iter().for_each(Self::assume_healthy);
+        replicas
+    }
+
+    /// Serves with `router`.
+    async fn serve(
+        (router, backends): (Arc<Router>, Arc<Backends>),
+        settings: ProxySettings,
+        drain_deadline: Duration,
+        log: Arc<Log>,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let metrics = Arc::new(ProxyMetrics::default());
         let admission = Arc::new(Admission::new(&router));
         let serving = Arc::clone(&admission);
         tokio::spawn(async move { serving.run(CancellationToken::new()).await });
-        let proxy = Proxy::new(
+        let proxy = Arc::new(Proxy::new(
             &router,
             Arc::clone(&admission),
             Arc::clone(&backends),
             settings,
             metrics.clone(),
-        );
+        ));
+        let admin = admin(&router, &backends, &admission, &proxy, &log);
         let (leaving, drain) = (CancellationToken::new(), CancellationToken::new());
-        let server = Server::new(listener, Arc::new(proxy)).leaving(leaving.clone());
+        let server = Server::new(listener, proxy).leaving(leaving.clone());
         let server = tokio::spawn(server.run(drain.clone(), drain_deadline));
-        let mut fleet = Self {
+        Self {
             address,
             metrics,
             router,
@@ -152,17 +179,20 @@ impl Fleet {
             leaving,
             drain,
             server,
-            log: Arc::new(Log(Mutex::new((state, 0)))),
-        };
-        fleet.found(engines);
-        for backend in &fleet.registry().backends {
-            fleet.backends.assume(backend.handle.slot, &HEALTHY);
+            admin,
+            log,
         }
-        fleet
+    }
+
+    /// Every backend answers its probes.
+    fn assume_healthy(&self) {
+        for backend in &self.registry().backends {
+            self.backends.assume(backend.handle.slot, &HEALTHY);
+        }
     }
 
     /// Forms the cluster and registers `engines`.
-    fn found(&mut self, engines: &[&Engine]) {
+    fn found(&self, engines: &[&Engine]) {
         self.apply(Command::FoundCluster {
             hash_seed: 7,
             hash_secret: HashSecret::of_number(7),
@@ -174,7 +204,7 @@ impl Fleet {
                 id: format!("e{number}"),
                 url: format!("http://{}", engine.address),
                 models: vec!["m".to_owned()],
-                labels: [].into(),
+                labels: [("parity".to_owned(), (number % 2).to_string())].into(),
                 capacity_blocks: Some(100_000),
                 kv_events: None,
                 kv_replay: None,
@@ -182,18 +212,29 @@ impl Fleet {
         }
     }
 
-    pub(crate) fn apply(&mut self, command: Command) {
+    /// Calls the admin API: the status and the JSON of the answer.
+    pub(crate) async fn call(&self, method: &str, path: &str, body: &Value) -> (u16, Value) {
+        let request = Request::builder().method(method).uri(path);
+        let request = request.header("content-type", "application/json");
+        let request = request.body(axum::body::Body::from(body.to_string()));
+        let response = self.admin.clone().oneshot(request.unwrap()).await.unwrap();
+        let status = response.status().as_u16();
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        (status, serde_json::from_slice(&body).unwrap())
+    }
+
+    pub(crate) fn apply(&self, command: Command) {
         let mut log = self.log.0.lock().unwrap();
         let (replica, session, lane) = (ReplicaId(1), SessionId(1), Lane::Admin);
         let origin = Origin {
             replica,
             session,
             lane,
-            seq: log.1 + 1,
+            seq: log.last + 1,
         };
         append(
             &mut log,
-            Envelope {
+            &Envelope {
                 origin,
                 proposed_at_ms: 1,
                 command,
@@ -273,19 +314,126 @@ impl Fleet {
     }
 }
 
-/// A log that commits at once, and the state it drives.
-struct Log(Mutex<(RouterState, u64)>);
+/// Routes for `replica`, and keeps what its decisions go by.
+fn router(
+    replica: ReplicaId,
+    view: Arc<StateView>,
+    backends: Backends,
+) -> (Arc<Router>, Arc<Backends>) {
+    let backends = Arc::new(backends);
+    let models = ModelSettings {
+        name: "*".to_owned(),
+        tokenizer: Tokenizer::character(),
+        block_size: 16,
+    };
+    let router = Router::new(RouterParts {
+        view,
+        backends: Arc::clone(&backends),
+        models: vec![models],
+        replica,
+        session: SessionId(u64::from(replica.0)),
+        outbox: OutboxSettings::default(),
+        overrides: PolicyConfig::defaults(),
+        select: SelectSettings {
+            allow: true,
+            models: Vec::new(),
+        },
+        clock: Clock::default(),
+    });
+    (Arc::new(router.recording()), backends)
+}
 
-fn append(log: &mut (RouterState, u64), envelope: Envelope) -> Committed {
-    log.1 += 1;
-    let index = LogIndex(log.1);
-    let reply = log.0.apply(index, envelope);
+fn admin(
+    router: &Arc<Router>,
+    backends: &Arc<Backends>,
+    admission: &Arc<Admission>,
+    proxy: &Proxy,
+    log: &Arc<Log>,
+) -> axum::Router {
+    api::admin::router(Arc::new(Admin {
+        cluster: Arc::clone(log) as Arc<dyn Cluster>,
+        view: Arc::clone(router.view()),
+        decider: Arc::clone(router.decider()),
+        load: Arc::clone(router.load()),
+        outbox: Arc::clone(router.outbox()),
+        clock: router.clock().clone(),
+        requests: Arc::clone(proxy.requests()),
+        decisions: Arc::clone(proxy.decisions()),
+        admission: Arc::clone(admission),
+        backends: Arc::clone(backends),
+        metrics: Arc::default(),
+        digests: Arc::default(),
+        kv_board: Arc::default(),
+        events: EventBus::default(),
+        lifecycle: Lifecycle::default(),
+        hosts: Vec::new(),
+    }))
+}
+
+/// A log that commits at once, and the states it drives, one per replica.
+struct Log(Mutex<LogStates>);
+
+struct LogStates {
+    states: Vec<RouterState>,
+    last: u64,
+}
+
+fn append(log: &mut LogStates, envelope: &Envelope) -> Committed {
+    log.last += 1;
+    let index = LogIndex(log.last);
+    let replies = log.states.iter_mut();
+    let mut replies = replies.map(|state| state.apply(index, envelope.clone()));
+    let reply = replies.next().unwrap();
+    assert!(replies.all(|other| other == reply), "states differ");
     Committed { index, reply }
+}
+
+/// Only what `explain` and the decisions ask of a cluster.
+impl Cluster for Log {
+    fn submit(&self, _: Command) -> BoxFuture<'_, Result<Committed, ProposeError>> {
+        unreachable!("nothing is written through the admin API")
+    }
+
+    fn read_barrier(&self) -> BoxFuture<'_, Result<LogIndex, ProposeError>> {
+        let last = self.0.lock().unwrap().last;
+        Box::pin(async move { Ok(LogIndex(last)) })
+    }
+
+    fn with_state(&self, read: &mut dyn FnMut(&RouterState)) {
+        read(&self.0.lock().unwrap().states[0]);
+    }
+
+    fn status(&self) -> ClusterStatus {
+        unreachable!("nobody asks")
+    }
+
+    fn add_member(&self, _: ReplicaId, _: String) -> BoxFuture<'_, Result<u64, ChangeError>> {
+        unreachable!("nobody is added")
+    }
+
+    fn promote_member(&self, _: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>> {
+        unreachable!("nobody is promoted")
+    }
+
+    fn remove_member(&self, _: ReplicaId) -> BoxFuture<'_, Result<u64, ChangeError>> {
+        unreachable!("nobody is removed")
+    }
+
+    fn transfer_leader(
+        &self,
+        _: Option<ReplicaId>,
+    ) -> BoxFuture<'_, Result<ReplicaId, ChangeError>> {
+        unreachable!("nobody leads")
+    }
+
+    fn snapshot(&self) -> BoxFuture<'_, Result<u64, ChangeError>> {
+        unreachable!("none is taken")
+    }
 }
 
 impl Propose for Log {
     fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
-        let committed = append(&mut self.0.lock().unwrap(), envelope);
+        let committed = append(&mut self.0.lock().unwrap(), &envelope);
         Box::pin(async move { Ok(committed) })
     }
 }

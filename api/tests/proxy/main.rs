@@ -7,6 +7,7 @@ mod bad_input;
 mod charging;
 mod client;
 mod commands;
+mod decisions;
 mod descriptors;
 mod drain;
 mod engine;

@@ -132,7 +132,10 @@ impl CoreParts {
             select: config.select.clone(),
             clock,
         });
-        let router = Arc::new(router);
+        let router = Arc::new(match config.admin.decisions {
+            0 => router,
+            _ => router.recording(),
+        });
         let admission = Admission::new(&router).codel_target(config.codel_target);
         let admission = Arc::new(admission);
         Self {

@@ -164,6 +164,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.extra_paths.clone_from(&config.extra_paths);
     settings.fields = config.fields.clone();
     settings.strip_headers = config.strip_headers.clone();
+    settings.decisions_max = to_usize(config.admin.decisions);
     settings
 }
 

@@ -10,7 +10,7 @@ use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
 use api::metrics::Metrics;
 use api::ports::Cluster;
-use api::proxy::{DrainResult, Proxy, ProxyMetrics, Server};
+use api::proxy::{DecisionLog, DrainResult, Proxy, ProxyMetrics, RequestReader, Server};
 use raft::{PeerSecret, Role, Tcp};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -83,6 +83,7 @@ pub(super) async fn start(
 
     formation::tell_of_names(&config);
     let proxy = proxy(&core, &config, &metrics);
+    let reading = (Arc::clone(proxy.requests()), Arc::clone(proxy.decisions()));
     let server = Server::new(sockets.data, proxy).leaving(stops.leaving.clone());
     let no_more = stops.no_more_requests.clone();
     let serving = serve_clients(
@@ -94,6 +95,7 @@ pub(super) async fn start(
     let proxy = tokio::spawn(serving);
     let admin = admin(
         &core,
+        reading,
         metrics,
         lifecycle.clone(),
         formation::own_hosts(&config),
@@ -134,6 +136,7 @@ fn proxy(core: &ReplicaCore, config: &Config, registry: &Metrics) -> Arc<Proxy> 
 
 fn admin(
     core: &ReplicaCore,
+    (requests, decisions): (Arc<RequestReader>, Arc<DecisionLog>),
     metrics: Arc<Metrics>,
     lifecycle: Lifecycle,
     hosts: Vec<String>,
@@ -142,11 +145,12 @@ fn admin(
     Arc::new(Admin {
         cluster: core.cluster(),
         view: Arc::clone(core.view()),
-        reader: Arc::clone(router.reader()),
         decider: Arc::clone(router.decider()),
         load: Arc::clone(router.load()),
         outbox: Arc::clone(router.outbox()),
         clock: router.clock().clone(),
+        requests,
+        decisions,
         admission: Arc::clone(core.admission()),
         backends: Arc::clone(core.backends()),
         metrics,

@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use http::{Method, Uri};
 use serde_json::Value;
 
-use crate::json_client::JsonClient;
+use crate::json_client::{JsonAnswer, JsonClient};
 
 /// Longest wait for an answer: admin writes themselves give up after ten seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
@@ -39,6 +39,19 @@ pub(super) fn admin_url(text: &str) -> Result<Uri, String> {
         .ok_or_else(|| "expected http://host:port of an admin listener".to_owned())
 }
 
+/// Encodes text as a part of a path or as the value of a query parameter.
+pub(super) fn encoded(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte) {
+            out.push(char::from(byte));
+        } else {
+            out.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    out
+}
+
 impl AdminTarget {
     /// Sends `GET path`.
     pub(super) async fn get(&self, path: &str) -> anyhow::Result<Value> {
@@ -69,6 +82,17 @@ impl AdminTarget {
         }
     }
 
+    /// Returns the target at a URL that a member has announced.
+    pub(super) fn at(url: &str) -> Result<Self, String> {
+        admin_url(url).map(|admin| Self { admin })
+    }
+
+    /// Sends a request without a body and returns the answer, whatever its status.
+    pub(super) async fn try_send(&self, method: Method, path: &str) -> anyhow::Result<JsonAnswer> {
+        let client = JsonClient::new(ANSWER_TIMEOUT);
+        client.send(method, &self.url(path), None).await
+    }
+
     /// Sends a request and returns the body of a successful answer.
     pub(super) async fn send(
         &self,
@@ -90,6 +114,12 @@ impl AdminTarget {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_url_would_read_as_syntax_is_encoded() {
+        assert_eq!(encoded("a-1_B.~"), "a-1_B.~");
+        assert_eq!(encoded("a/b?c&d=é %"), "a%2Fb%3Fc%26d%3D%C3%A9%20%25");
+    }
 
     #[test]
     fn admin_urls_are_taken_with_and_without_a_scheme() {

@@ -1,5 +1,6 @@
 //! `quorate explain`: where a request would go, and why, without any effect.
 
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -10,15 +11,19 @@ use lab::terminal::{self, table};
 use serde_json::{Value, json};
 
 use super::client::AdminTarget;
+use super::decisions;
 use super::read::print_json;
 use super::table::cell;
 
 /// `quorate explain`.
 #[derive(Debug, clap::Args)]
-#[command(group = clap::ArgGroup::new("request").required(true).args(["body", "prompt"]))]
+#[command(group = clap::ArgGroup::new("request").required(true).args(["file", "body", "prompt", "request_id"]))]
 pub(super) struct ExplainArgs {
     /// File with the request body, `-` for stdin
     #[arg(value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// The same as a flag
+    #[arg(long, value_name = "FILE")]
     body: Option<PathBuf>,
     /// Prompt to explain, instead of a body
     #[arg(long, requires = "model")]
@@ -26,9 +31,24 @@ pub(super) struct ExplainArgs {
     /// Model of `--prompt`
     #[arg(long)]
     model: Option<String>,
+    /// Show what was decided for a past request, by its `x-request-id`
+    #[arg(long, value_name = "ID")]
+    request_id: Option<String>,
+    /// With `--request-id`: ask every member of the cluster
+    #[arg(long, requires = "request_id")]
+    all: bool,
     /// Path of the request
     #[arg(long, default_value = "/v1/chat/completions")]
     path: String,
+    /// Header of the request; repeat for others
+    #[arg(long = "header", short = 'H', value_name = "NAME: VALUE", value_parser = header)]
+    headers: Vec<(String, String)>,
+    /// Address that the request would come from [default: a proxy that is trusted to name users]
+    #[arg(long, value_name = "ADDRESS")]
+    peer: Option<std::net::IpAddr>,
+    /// Explain for this user, by the name that `quorate users` shows, whatever the headers say
+    #[arg(long, value_name = "NAME", conflicts_with = "peer")]
+    user: Option<String>,
     /// Wait until everything committed so far is applied
     #[arg(long)]
     linearizable: bool,
@@ -44,14 +64,23 @@ pub(super) struct ExplainArgs {
 
 /// Runs the command.
 pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
+    if let Some(id) = &args.request_id {
+        return decisions::show(args.target, id, args.all, args.json).await;
+    }
     let body = match &args.prompt {
         Some(prompt) => body_of(&args.path, args.model.as_deref(), prompt).to_string(),
-        None => read_body(args.body.as_deref())?,
+        None => read_body(args.body.as_deref().or(args.file.as_deref()))?,
     };
+    let mut headers = BTreeMap::<String, Vec<String>>::new();
+    for (name, value) in args.headers {
+        headers.entry(name).or_default().push(value);
+    }
     // The body is sent as a string, byte for byte, because blocks depend on its bytes.
     let request = json!({
         "path": args.path,
-        "headers": {},
+        "headers": headers,
+        "peer": args.peer,
+        "user": args.user,
         "body": body,
         "token_ids": args.token_ids,
     });
@@ -68,8 +97,14 @@ pub(super) async fn run(args: ExplainArgs) -> anyhow::Result<ExitCode> {
     if args.json {
         return print_json(&answer);
     }
-    show(&answer)?;
+    terminal::print(text(&answer))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Parses `name: value`.
+fn header(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once(':').ok_or("expected NAME: VALUE")?;
+    Ok((name.trim().to_ascii_lowercase(), value.trim().to_owned()))
 }
 
 /// Returns the smallest body that carries a prompt to `path`.
@@ -109,7 +144,8 @@ pub(super) fn prompt_line(answer: &Value) -> String {
     )
 }
 
-fn show(answer: &Value) -> anyhow::Result<()> {
+/// What holds for the whole decision, one line each.
+fn facts(answer: &Value) -> Vec<String> {
     let blocks = format!(
         "{} of about {} tokens, {} of them can be cached",
         cell(&answer["blocks_total"]),
@@ -120,8 +156,23 @@ fn show(answer: &Value) -> anyhow::Result<()> {
         Value::Null => format!("none: {}", cell(&answer["refusal"])),
         choice => format!("{}, by {}", cell(choice), cell(&answer["reason"])),
     };
+    let session = match &answer["request"]["session_source"] {
+        Value::Null => "none that the policy looks at".to_owned(),
+        source => format!(
+            "{}, by {}",
+            cell(&answer["request"]["session"]),
+            cell(source)
+        ),
+    };
     let mut lines = vec![
         format!("model    {}", cell(&answer["model"])),
+        format!(
+            "user     {}, by {}; priority {}",
+            cell(&answer["user"]),
+            cell(&answer["user_source"]),
+            cell(&answer["priority"])
+        ),
+        format!("session  {session}"),
         prompt_line(answer),
         format!("blocks   {blocks}"),
         format!(
@@ -142,6 +193,11 @@ fn show(answer: &Value) -> anyhow::Result<()> {
     if let Value::Array(_) = &answer["token_ids"] {
         lines.push(format!("ids      {}", cell(&answer["token_ids"])));
     }
+    lines
+}
+
+/// An explanation as text.
+pub(super) fn text(answer: &Value) -> String {
     let heads = [
         "backend",
         "verdict",
@@ -173,5 +229,5 @@ fn show(answer: &Value) -> anyhow::Result<()> {
         ];
         table.add_row(cells.map(cell));
     }
-    terminal::print(format_args!("{}\n\n{table}", lines.join("\n")))
+    format!("{}\n\n{table}", facts(answer).join("\n"))
 }

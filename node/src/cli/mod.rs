@@ -5,6 +5,7 @@ mod backup;
 mod client;
 mod cluster;
 mod config;
+mod decisions;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -58,8 +59,10 @@ enum CliCommand {
     Backends(read::ReadArgs),
     /// List users
     Users(read::ReadArgs),
-    /// Show where a request would go, and why
+    /// Show where a request would go or went, and why
     Explain(explain::ExplainArgs),
+    /// List the last decisions of a replica
+    Decisions(decisions::DecisionsArgs),
     /// Add, promote or remove cluster members
     #[command(subcommand)]
     Member(cluster::MemberCommand),
@@ -138,6 +141,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::Backends(args) => block_on(read::backends(args)),
         CliCommand::Users(args) => block_on(read::users(args)),
         CliCommand::Explain(args) => block_on(explain::run(args)),
+        CliCommand::Decisions(args) => block_on(decisions::list(args)),
         CliCommand::Member(command) => block_on(cluster::member(command)),
         CliCommand::TransferLeader(args) => block_on(cluster::transfer_leader(args)),
         CliCommand::Snapshot(args) => block_on(cluster::snapshot(args)),

@@ -22,6 +22,11 @@ pub struct AdminConfig {
     /// `listen.advertise` and the machine's name are always accepted; requests to any other name
     /// get a 421 (docs/guide/security.md).
     pub hosts: Vec<Parsed<HostName>>,
+    /// Requests whose decisions this replica keeps in memory for `GET /admin/v1/decisions`, the
+    /// newest ones, within 64 MiB; 0: none.
+    #[schemars(range(max = 1_000_000))]
+    #[default(10_000)]
+    pub decisions: u32,
 }
 
 /// `[requests]`.

@@ -27,6 +27,7 @@ use crate::backends::{Health, ProbeSettings};
 use crate::clock::Clock;
 use crate::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeError};
 use crate::prompt::ModelSettings;
+use crate::proxy::ProxySettings;
 use crate::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
 
 /// Outcome of proposals.
@@ -221,11 +222,15 @@ impl Bench {
             select: SelectSettings::default(),
             clock: Clock::default(),
         });
+        let settings = Arc::new(ProxySettings::new(ReplicaId(1)));
+        let requests = Arc::new(RequestReader::new(&router, settings));
+        let decisions = DecisionLog::new(ReplicaId(1), Clock::default(), 10);
         let admin = Arc::new(Admin {
+            decisions: Arc::new(decisions),
+            requests,
             cluster: Arc::clone(&cluster) as Arc<dyn Cluster>,
             view,
             admission: Arc::new(Admission::new(&router)),
-            reader: Arc::clone(router.reader()),
             decider: Arc::clone(router.decider()),
             load: Arc::clone(router.load()),
             outbox: Arc::clone(router.outbox()),

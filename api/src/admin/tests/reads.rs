@@ -309,6 +309,63 @@ async fn a_would_be_request_is_explained_and_changes_nothing() {
 }
 
 #[tokio::test]
+async fn explain_finds_the_user_as_the_data_plane_does() {
+    let bench = Bench::with_backends();
+    let user = async |fields: Value| {
+        let mut asked = json!({
+            "path": "/v1/completions",
+            "body": {"model": "m", "prompt": "p", "user": "bo"},
+        });
+        asked
+            .as_object_mut()
+            .unwrap()
+            .extend(fields.as_object().unwrap().clone());
+        let answer = bench
+            .call("POST", "/admin/v1/explain", &asked.to_string())
+            .await;
+        let answer = answer.json();
+        (answer["user"].clone(), answer["user_source"].clone())
+    };
+    let header = json!({"x-quorate-user": " ada\t"});
+    let found = user(json!({})).await;
+    assert_eq!(found, (json!("body:bo"), json!("body:user")));
+    let found = user(json!({"headers": header})).await;
+    assert_eq!(found, (json!("ada"), json!("header:x-quorate-user")));
+    let found = user(json!({"headers": header, "peer": "192.0.2.1"})).await;
+    assert_eq!(found, (json!("header:ada"), json!("header:x-quorate-user")));
+    let (name, source) = user(json!({"headers": {"authorization": "Bearer sk-1"}})).await;
+    assert!(name.as_str().unwrap().starts_with("key-"), "{name}");
+    assert_eq!(source, "api_key");
+    let found = user(json!({"headers": header, "user": "key-0123456789abcdef"})).await;
+    assert_eq!(found, (json!("key-0123456789abcdef"), json!("given")));
+}
+
+#[tokio::test]
+async fn what_the_data_plane_would_refuse_is_not_explained() {
+    let bench = Bench::with_backends();
+    for (body, status) in [
+        (r#"{"path":"/v1/models","body":{}}"#, 405),
+        (r#"{"path":"/metrics","body":{"model":"m"}}"#, 404),
+        (
+            r#"{"path":"/v1/completions","headers":{"content-encoding":"gzip"},"body":{"model":"m"}}"#,
+            400,
+        ),
+        (
+            r#"{"path":"/v1/completions","headers":{"x-quorate-priority":"high"},"body":{"model":"m"}}"#,
+            400,
+        ),
+        (
+            r#"{"path":"/v1/completions","body":{"model":"m","kv_transfer_params":{}}}"#,
+            400,
+        ),
+    ] {
+        let asked = ("POST", "/admin/v1/explain", body);
+        let problem = bench.problem(asked, 400, "invalid").await;
+        assert_eq!(problem["data_plane_status"], status, "{problem}");
+    }
+}
+
+#[tokio::test]
 async fn events_are_streamed_until_the_replica_stops() {
     let bench = Bench::new();
     let request = Request::get("/admin/v1/events")

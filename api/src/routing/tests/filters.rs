@@ -410,7 +410,7 @@ fn a_model_has_its_own_policy_unless_the_request_names_one() {
     headers.insert("x-quorate-policy", HeaderValue::from_static("cost"));
     let preferred = bench.preferences(&headers).unwrap();
     let asked = RoutingRequest {
-        policy: preferred.policy.as_deref(),
+        policy: preferred.policy.as_ref(),
         ..ask(&identity, &[])
     };
     let explained = bench.explain(&asked);

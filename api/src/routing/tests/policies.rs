@@ -99,7 +99,7 @@ fn a_request_may_ask_for_another_policy() {
         assert_eq!(preferred.policy.as_deref(), Some(&policy));
         let ask = RoutingRequest {
             headers: Some(&headers),
-            policy: preferred.policy.as_deref(),
+            policy: preferred.policy.as_ref(),
             ..ask(&identity, &[])
         };
         assert_eq!(bench.decide_on(&ask).unwrap().policy, policy.name());

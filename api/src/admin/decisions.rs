@@ -1,0 +1,336 @@
+//! `GET /admin/v1/decisions`: what this replica decided lately. A record shows what was decided,
+//! with the numbers of that moment, not what would be decided now (I72).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use state::ids::{LogIndex, ReplicaId};
+use state::policy::Reason;
+
+use super::answer::{ListQuery, PathParam, QueryParams, json};
+use super::problem::{invalid, not_found};
+use super::users::key_text;
+use super::{Admin, AdminState};
+use crate::error::Problem;
+use crate::prompt::BlockUnit;
+use crate::proxy::{DecidedAttempt, RequestEnd, RequestRecord};
+use crate::routing::{AttemptReport, DecisionView, Usage};
+
+/// Query parameters of the list.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct DecisionQuery {
+    /// Only this user's, by name.
+    user: Option<String>,
+    /// Only those with an attempt at this backend.
+    backend: Option<String>,
+    /// Only those for this model.
+    model: Option<String>,
+    limit: Option<usize>,
+    cursor: Option<String>,
+}
+
+#[derive(Serialize)]
+struct DecisionList {
+    /// The replica that decided.
+    replica: ReplicaId,
+    /// Requests kept at present.
+    kept: usize,
+    /// Most that are kept.
+    kept_max: usize,
+    /// Bytes that they take up.
+    kept_bytes: usize,
+    /// When the oldest kept came in, in Unix milliseconds.
+    oldest_ms: Option<u64>,
+    decisions: Vec<DecisionSummary>,
+    /// Value of `cursor` for the next page; absent at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next_cursor: Option<String>,
+}
+
+/// A request and what became of it.
+#[derive(Serialize)]
+struct DecisionSummary {
+    request_id: String,
+    replica: ReplicaId,
+    /// When the request was understood, in Unix milliseconds by this replica's clock.
+    at_ms: u64,
+    path: String,
+    model: String,
+    /// As `GET /admin/v1/users` names it.
+    user: String,
+    user_key: String,
+    user_source: String,
+    stream: bool,
+    /// Prompt tokens, as far as they were known.
+    tokens: u32,
+    /// Full blocks of the prompt.
+    blocks_total: u32,
+    /// Attempts made so far.
+    attempts: usize,
+    /// Of the last attempt; `null`: no backend was chosen.
+    last: Option<LastDecision>,
+    /// How it ended; `null`: it is under way.
+    end: Option<EndView>,
+}
+
+/// The last decision in short.
+#[derive(Serialize)]
+struct LastDecision {
+    index: LogIndex,
+    policy: &'static str,
+    backend: String,
+    matched: u32,
+    reason: Reason,
+    waited_ms: f64,
+    status: Option<u16>,
+    failure: Option<&'static str>,
+    #[serde(flatten)]
+    outcome: Option<ReportView>,
+}
+
+/// How a request ended.
+#[derive(Serialize)]
+struct EndView {
+    /// As `quorate_proxy_requests_total` counts it.
+    outcome: &'static str,
+    /// Status its client was told; `null`: it left before.
+    status: Option<u16>,
+    /// Code of the error it was told.
+    code: Option<&'static str>,
+    duration_ms: f64,
+}
+
+/// What an attempt came to.
+#[derive(Serialize)]
+struct ReportView {
+    end: &'static str,
+    /// What the engine reported; `null`: nothing.
+    usage: Option<UsageView>,
+    /// What was charged: reported, or estimated where nothing was.
+    charged: ChargedView,
+    /// From the dispatch to the first byte of the answer.
+    ttft_ms: Option<f64>,
+    /// From the dispatch to the end.
+    duration_ms: f64,
+}
+
+#[derive(Serialize)]
+struct UsageView {
+    prompt_tokens: u64,
+    cached_tokens: Option<u64>,
+    completion_tokens: u64,
+}
+
+#[derive(Serialize)]
+struct ChargedView {
+    input_uncached: u64,
+    input_cached: u64,
+    output: u64,
+}
+
+/// A request, whole.
+#[derive(Serialize)]
+struct DecisionDetail {
+    #[serde(flatten)]
+    summary: DecisionSummary,
+    priority: i16,
+    deadline_ms: Option<f64>,
+    max_tokens: Option<u32>,
+    /// Labels that the request asked for.
+    labels: BTreeMap<String, String>,
+    unit: BlockUnit,
+    decisions: Vec<AttemptView>,
+}
+
+/// One attempt: its decision, and what came of it.
+#[derive(Serialize)]
+struct AttemptView {
+    /// From when the request was understood to the dispatch.
+    after_ms: f64,
+    /// Of that, waiting for its turn and a backend.
+    waited_ms: f64,
+    #[serde(flatten)]
+    decision: DecisionView,
+    /// Status of the engine's answer.
+    status: Option<u16>,
+    /// Why there was no answer.
+    failure: Option<&'static str>,
+    /// `null`: it is under way.
+    outcome: Option<ReportView>,
+}
+
+pub(super) async fn list(
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<DecisionQuery>,
+) -> Result<Response, Problem> {
+    let page = ListQuery {
+        limit: query.limit,
+        ..ListQuery::default()
+    };
+    let limit = page.limit()?;
+    let before = match query.cursor.as_deref() {
+        None => u64::MAX,
+        Some(cursor) => cursor
+            .parse()
+            .map_err(|_| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))?,
+    };
+    let is_wanted = |record: &RequestRecord| {
+        let is_there = |wanted: &Option<String>, found: &str| {
+            wanted.as_deref().is_none_or(|wanted| wanted == found)
+        };
+        let attempts = || record.attempts();
+        let went_to = |backend: &String| {
+            let attempts = attempts();
+            attempts.iter().any(|it| *it.decision.name == **backend)
+        };
+        is_there(&query.user, record.user.as_str())
+            && is_there(&query.model, &record.model)
+            && query.backend.as_ref().is_none_or(went_to)
+    };
+    // One more than requested shows whether there are more.
+    let mut found = admin.decisions.newest(before, limit + 1, is_wanted);
+    let is_more = found.len() > limit;
+    found.truncate(limit);
+    let last = found.last().filter(|_| is_more);
+    let size = admin.decisions.size();
+    let answer = DecisionList {
+        replica: admin.decisions.replica(),
+        kept: size.entries,
+        kept_max: size.entries_max,
+        kept_bytes: size.bytes,
+        oldest_ms: size.oldest_ms,
+        next_cursor: last.map(|last| last.number.to_string()),
+        decisions: found
+            .iter()
+            .map(|it| DecisionSummary::of(&admin, it))
+            .collect(),
+    };
+    Ok(json(&answer))
+}
+
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    PathParam(id): PathParam<String>,
+) -> Result<Response, Problem> {
+    let found = admin.decisions.find(id.as_bytes());
+    let record = found.ok_or_else(|| unknown(&admin))?;
+    let names = |backend| admin.decider.name_of(backend);
+    let decisions = record.attempts().clone();
+    let view = |attempt: &DecidedAttempt| AttemptView {
+        after_ms: ms(attempt.after),
+        waited_ms: ms(attempt.waited),
+        decision: attempt.decision.view(names),
+        status: attempt.decision.status(),
+        failure: attempt.decision.failure(),
+        outcome: attempt.decision.outcome().map(ReportView::of),
+    };
+    Ok(json(&DecisionDetail {
+        priority: record.priority,
+        deadline_ms: record.deadline.map(ms),
+        max_tokens: record.tokens_max,
+        labels: record.labels.iter().cloned().collect(),
+        unit: record.unit,
+        decisions: decisions.iter().map(view).collect(),
+        summary: DecisionSummary::of(&admin, &record),
+    }))
+}
+
+/// No decision of the id is kept here.
+fn unknown(admin: &Admin) -> Problem {
+    let (replica, size) = (admin.decisions.replica(), admin.decisions.size());
+    let what = match (size.entries_max, size.oldest_ms) {
+        (0, _) => format!("replica {replica} keeps no decisions: admin.decisions is 0"),
+        (_, None) => format!("replica {replica} has decided nothing since its start"),
+        (max, Some(oldest)) => format!(
+            "replica {replica} has no request of this id among its last {} (at most {max}, since \
+             Unix time {} s); x-quorate-replica of the answer names the replica that decided",
+            size.entries,
+            oldest / 1000,
+        ),
+    };
+    not_found(what).member("replica", replica.0)
+}
+
+impl DecisionSummary {
+    fn of(admin: &Admin, record: &RequestRecord) -> Self {
+        let hash_seed = admin.view.registry().hash_seed;
+        let attempts = record.attempts();
+        Self {
+            request_id: String::from_utf8_lossy(record.id.as_bytes()).into_owned(),
+            replica: admin.decisions.replica(),
+            at_ms: record.at_ms,
+            path: record.path.to_string(),
+            model: record.model.to_string(),
+            user: record.user.as_str().to_owned(),
+            user_key: key_text(record.user.key(hash_seed)),
+            user_source: record.user_source.text(),
+            stream: record.is_stream,
+            tokens: record.tokens,
+            blocks_total: record.blocks,
+            attempts: attempts.len(),
+            last: attempts.last().map(LastDecision::of),
+            end: record.end().map(EndView::of),
+        }
+    }
+}
+
+impl LastDecision {
+    fn of(attempt: &DecidedAttempt) -> Self {
+        let decision: &Arc<_> = &attempt.decision;
+        Self {
+            index: decision.index,
+            policy: decision.policy_name(),
+            backend: decision.name.to_string(),
+            matched: decision.matched(),
+            reason: decision.reason(),
+            waited_ms: ms(attempt.waited),
+            status: decision.status(),
+            failure: decision.failure(),
+            outcome: decision.outcome().map(ReportView::of),
+        }
+    }
+}
+
+impl EndView {
+    fn of(end: &RequestEnd) -> Self {
+        Self {
+            outcome: end.outcome,
+            status: Some(end.status).filter(|status| *status != 0),
+            code: end.code,
+            duration_ms: ms(end.after),
+        }
+    }
+}
+
+impl ReportView {
+    fn of(report: &AttemptReport) -> Self {
+        let [input_uncached, input_cached, output] = report.charged;
+        let usage = |usage: Usage| UsageView {
+            prompt_tokens: usage.prompt_tokens,
+            cached_tokens: usage.cached_tokens,
+            completion_tokens: usage.completion_tokens,
+        };
+        Self {
+            end: report.end.label(),
+            usage: report.usage.map(usage),
+            charged: ChargedView {
+                input_uncached,
+                input_cached,
+                output,
+            },
+            ttft_ms: report.first_byte.map(ms),
+            duration_ms: ms(report.duration),
+        }
+    }
+}
+
+/// Milliseconds with their microseconds.
+fn ms(time: Duration) -> f64 {
+    let us = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+    f64::from(us) / 1000.0
+}

@@ -1,0 +1,206 @@
+//! The one reading of a request: from its method, path, headers and body, and from where it comes,
+//! to what admission and routing see of it.
+//!
+//! The data plane forwards what comes of it, `explain` explains that. A [`ClientRequest`] can be
+//! made nowhere else, so that the two cannot come apart (I72).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, Method, Version};
+use state::StateView;
+use state::ids::Slot;
+
+use super::deadline;
+use super::headers::told_request_id;
+use super::identify::{Client, IdentifiedUser, RequestOrigin, UserSource, check_key, identify};
+use super::keys::Holder;
+use super::request::{check_head, priority, refuse_compressed};
+use super::routes::{Route, route, unrouted};
+use super::settings::ProxySettings;
+use crate::error::ProxyError;
+use crate::prompt::{ParsedBody, PromptIdentity, PromptReader, ReadRequest};
+use crate::routing::{Decider, Router, RoutingPreferences, RoutingRequest, UserName};
+
+/// Reads requests as the data plane does. One per replica.
+pub struct RequestReader {
+    reader: Arc<PromptReader>,
+    decider: Arc<Decider>,
+    view: Arc<StateView>,
+    settings: Arc<ProxySettings>,
+}
+
+/// A request before its body.
+#[derive(Debug, Clone, Copy)]
+pub struct RequestHead<'a> {
+    /// Its method.
+    pub method: &'a Method,
+    /// Its path, without a query.
+    pub path: &'a str,
+    /// Version of HTTP that it came by.
+    pub version: Version,
+    /// Its headers.
+    pub headers: &'a HeaderMap,
+    /// Where it comes from.
+    pub origin: RequestOrigin<'a>,
+}
+
+/// A request as the router understands it.
+#[derive(Debug)]
+pub struct ClientRequest {
+    /// Its body, less the prompt.
+    pub parsed: ParsedBody,
+    /// Its prompt.
+    pub identity: PromptIdentity,
+    /// Who pays.
+    pub user: UserName,
+    /// How it is known who pays.
+    pub user_source: UserSource,
+    /// The policy and the labels that it asks for.
+    pub preferences: RoutingPreferences,
+    /// Among requests that wait.
+    pub priority: i16,
+    /// How long its client waits, as it tells.
+    pub deadline: Option<Duration>,
+    _made_by: ReaderOnly,
+}
+
+/// Keeps everybody but the reader from making a [`ClientRequest`].
+#[derive(Debug)]
+struct ReaderOnly;
+
+impl ClientRequest {
+    /// The request as routing sees it.
+    pub fn ask<'a>(
+        &'a self,
+        headers: &'a HeaderMap,
+        request_id: &'a str,
+        excluded: &'a [Slot],
+    ) -> RoutingRequest<'a> {
+        RoutingRequest {
+            model: &self.parsed.model,
+            identity: &self.identity,
+            request_id,
+            user: &self.user,
+            headers: Some(headers),
+            policy: self.preferences.policy.as_ref(),
+            labels: &self.preferences.labels,
+            excluded,
+        }
+    }
+}
+
+impl RequestReader {
+    /// A reader by these settings, for requests that `router` routes.
+    #[must_use]
+    pub fn new(router: &Router, settings: Arc<ProxySettings>) -> Self {
+        Self {
+            reader: Arc::clone(router.reader()),
+            decider: Arc::clone(router.decider()),
+            view: Arc::clone(router.view()),
+            settings,
+        }
+    }
+
+    /// What the keys of users are made under.
+    pub(crate) fn hash_seed(&self) -> u64 {
+        self.view.registry().hash_seed
+    }
+
+    /// Reads bodies.
+    #[must_use]
+    pub fn prompts(&self) -> &Arc<PromptReader> {
+        &self.reader
+    }
+
+    /// Checks a request's head: whose key it has, and where it goes.
+    pub(super) fn accept<'a>(
+        &self,
+        head: &RequestHead<'a>,
+    ) -> Result<(Holder, Route<'a>), ProxyError> {
+        check_head(head.version, head.headers)?;
+        let holder = match head.origin {
+            RequestOrigin::Address(_) | RequestOrigin::TrustedProxy => {
+                check_key(&self.settings, head.headers)?
+            }
+            RequestOrigin::User(_) => Holder::Unchecked,
+        };
+        let route = route(&self.settings, head.method, head.path)?;
+        Ok((holder, route))
+    }
+
+    /// Reads a request with its whole body, from which the fields are removed that do not reach
+    /// engines. Also answers the prompt's token ids, where they are known.
+    pub(super) async fn read(
+        &self,
+        head: &RequestHead<'_>,
+        holder: &Holder,
+        body: &mut Bytes,
+    ) -> Result<(ClientRequest, Vec<u32>), ProxyError> {
+        let headers = head.headers;
+        let ReadRequest {
+            parsed,
+            identity,
+            ids,
+        } = self.understand(head.path, body).await?;
+        let hashing = || self.view.registry().hashing();
+        let client = Client {
+            holder,
+            origin: head.origin,
+            headers,
+        };
+        let IdentifiedUser { name, source } = identify(&self.settings, hashing, &client, &parsed)?;
+        let priority = priority(headers, self.settings.priority_max)?;
+        let request = ClientRequest {
+            preferences: self.decider.preferences(headers)?,
+            deadline: deadline::told(headers),
+            priority,
+            user: name,
+            user_source: source,
+            parsed,
+            identity,
+            _made_by: ReaderOnly,
+        };
+        Ok((request, ids))
+    }
+
+    /// What the data plane would make of a request, with the prompt's token ids where they are
+    /// known. Its body is taken to be here.
+    ///
+    /// # Errors
+    /// As the data plane would refuse it. What the replica answers itself has no route either.
+    pub async fn would_read(
+        &self,
+        head: &RequestHead<'_>,
+        mut body: Bytes,
+    ) -> Result<(ClientRequest, Vec<u32>), ProxyError> {
+        let (holder, route) = self.accept(head)?;
+        match route {
+            Route::Models | Route::Model(_) => Err(unrouted(head.method, head.path)),
+            Route::Engine => {
+                refuse_compressed(head.headers)?;
+                self.read(head, &holder, &mut body).await
+            }
+        }
+    }
+
+    /// The id by which the data plane would know a request with these headers; `None`: it would
+    /// draw one.
+    #[must_use]
+    pub fn told_id<'a>(&self, headers: &'a HeaderMap) -> Option<&'a str> {
+        told_request_id(headers)?.to_str().ok()
+    }
+
+    /// Reads a body, less the fields that do not reach engines. Its prompt is tokenized once, from
+    /// what the engine gets.
+    async fn understand(&self, path: &str, body: &mut Bytes) -> Result<ReadRequest, ProxyError> {
+        let mut request = self.reader.parse(path, body).await?;
+        if let Some(stripped) = self.settings.fields.apply(&request.parsed, body)? {
+            *body = stripped;
+            // The fields stand in other places now.
+            request = self.reader.parse(path, body).await?;
+        }
+        Ok(self.reader.tokenize(path, body, request).await?)
+    }
+}

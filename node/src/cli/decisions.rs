@@ -1,0 +1,291 @@
+//! `quorate decisions` and `quorate explain --request-id`: what replicas have decided.
+
+use std::process::ExitCode;
+use std::time::{Duration, UNIX_EPOCH};
+
+use anyhow::{Context, bail};
+use http::{Method, StatusCode};
+use lab::terminal::{self, table};
+use serde_json::Value;
+
+use super::client::{AdminTarget, encoded};
+use super::read::print_json;
+use super::table::cell;
+
+/// `quorate decisions`.
+#[derive(Debug, clap::Args)]
+pub(super) struct DecisionsArgs {
+    /// Only requests of this user
+    #[arg(long, value_name = "NAME")]
+    user: Option<String>,
+    /// Only requests that went to this backend
+    #[arg(long, value_name = "ID")]
+    backend: Option<String>,
+    /// Only requests for this model
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Number of requests
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..=1000))]
+    limit: u16,
+    #[command(flatten)]
+    target: AdminTarget,
+    /// Print the answer as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs `quorate decisions`.
+pub(super) async fn list(args: DecisionsArgs) -> anyhow::Result<ExitCode> {
+    let mut path = format!("/admin/v1/decisions?limit={}", args.limit);
+    let filters = [
+        ("user", &args.user),
+        ("backend", &args.backend),
+        ("model", &args.model),
+    ];
+    for (name, value) in filters {
+        if let Some(value) = value {
+            path.push_str(&format!("&{name}={}", encoded(value)));
+        }
+    }
+    let answer = args.target.get(&path).await?;
+    if args.json {
+        return print_json(&answer);
+    }
+    let mut table = table(&[
+        "time",
+        "request",
+        "user",
+        "model",
+        "blocks",
+        "policy",
+        "backend",
+        "reason",
+        "tries",
+        "waited ms",
+        "status",
+        "cached",
+        "ttft ms",
+        "end",
+    ]);
+    let decisions = answer["decisions"].as_array();
+    for request in decisions.map_or(&[][..], Vec::as_slice) {
+        let last = &request["last"];
+        let blocks = format!(
+            "{}/{}",
+            cell(&last["matched"]),
+            cell(&request["blocks_total"])
+        );
+        table.add_row([
+            time(&request["at_ms"]),
+            cell(&request["request_id"]),
+            cell(&request["user"]),
+            cell(&request["model"]),
+            blocks,
+            cell(&last["policy"]),
+            cell(&last["backend"]),
+            cell(&last["reason"]),
+            cell(&request["attempts"]),
+            cell(&last["waited_ms"]),
+            cell(&request["end"]["status"]),
+            cell(&last["usage"]["cached_tokens"]),
+            cell(&last["ttft_ms"]),
+            ended(&request["end"]),
+        ]);
+    }
+    terminal::print(format_args!(
+        "replica {} keeps {} of at most {} requests\n\n{table}",
+        cell(&answer["replica"]),
+        cell(&answer["kept"]),
+        cell(&answer["kept_max"]),
+    ))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs `quorate explain --request-id`.
+pub(super) async fn show(
+    target: AdminTarget,
+    id: &str,
+    is_all: bool,
+    is_json: bool,
+) -> anyhow::Result<ExitCode> {
+    let path = format!("/admin/v1/decisions/{}", encoded(id));
+    let mut looked = Vec::new();
+    for at in targets(target, is_all).await? {
+        let answer = match at.try_send(Method::GET, &path).await {
+            Ok(answer) => answer,
+            // With others to ask, one that is down hides nothing.
+            Err(error) if is_all => {
+                looked.push(format!("{}: {error:#}", at.url("")));
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        if answer.status == StatusCode::NOT_FOUND {
+            let problem = answer.json()?;
+            looked.push(format!("{}: {}", at.url(""), cell(&problem["detail"])));
+            continue;
+        }
+        let answer = answer
+            .success()
+            .with_context(|| format!("GET {}", at.url(&path)))?;
+        if is_json {
+            return print_json(&answer);
+        }
+        terminal::print(format_args!("{}", shown(&answer)))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let hint = if is_all {
+        ""
+    } else {
+        "\n--all asks every member"
+    };
+    bail!("no decision of request {id:?}\n{}{hint}", looked.join("\n"));
+}
+
+/// Whom to ask: the target, and with `is_all` the admin listeners of all other members.
+async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result<Vec<AdminTarget>> {
+    if !is_all {
+        return Ok(vec![target]);
+    }
+    let cluster = target.get("/admin/v1/cluster").await?;
+    let own = cell(&cluster["id"]);
+    let mut targets = vec![target];
+    if let Some(members) = cluster["members"].as_object() {
+        let others = members.iter().filter(|(id, _)| **id != own);
+        let urls = others.filter_map(|(_, member)| member["labels"]["admin"].as_str());
+        targets.extend(urls.filter_map(|url| AdminTarget::at(url).ok()));
+    }
+    Ok(targets)
+}
+
+/// A record as text.
+pub(super) fn shown(answer: &Value) -> String {
+    let mut lines = vec![
+        format!(
+            "request  {} at {}, decided by replica {}",
+            cell(&answer["request_id"]),
+            time(&answer["at_ms"]),
+            cell(&answer["replica"])
+        ),
+        format!(
+            "model    {} {}",
+            cell(&answer["path"]),
+            cell(&answer["model"])
+        ),
+        format!(
+            "user     {}, by {}; priority {}",
+            cell(&answer["user"]),
+            cell(&answer["user_source"]),
+            cell(&answer["priority"])
+        ),
+        format!(
+            "prompt   {} tokens, {} blocks",
+            cell(&answer["tokens"]),
+            cell(&answer["blocks_total"])
+        ),
+        format!(
+            "end      {}, status {}, {} ms",
+            ended(&answer["end"]),
+            cell(&answer["end"]["status"]),
+            cell(&answer["end"]["duration_ms"])
+        ),
+    ];
+    let decisions = answer["decisions"].as_array();
+    let decisions = decisions.map_or(&[][..], Vec::as_slice);
+    if decisions.is_empty() {
+        lines.push("choice   none: no backend was chosen for it".to_owned());
+    }
+    for (number, decision) in decisions.iter().enumerate() {
+        lines.extend(attempt(number + 1, decision));
+    }
+    lines.join("\n")
+}
+
+/// One attempt as text.
+fn attempt(number: usize, decision: &Value) -> [String; 5] {
+    let outcome = &decision["outcome"];
+    let usage = &outcome["usage"];
+    let heads = [
+        "backend",
+        "verdict",
+        "matched",
+        "running",
+        "prefill",
+        "engine queue",
+        "kv permille",
+        "free",
+        "tier",
+        "score",
+        "then",
+    ];
+    let mut table = table(&heads);
+    for backend in decision["backends"]
+        .as_array()
+        .map_or(&[][..], Vec::as_slice)
+    {
+        let cells = [
+            &backend["id"],
+            &backend["verdict"],
+            &backend["matched"],
+            &backend["running"],
+            &backend["pending_prefill_tokens"],
+            &backend["engine_waiting"],
+            &backend["kv_usage_permille"],
+            &backend["free_blocks"],
+            &backend["tier"],
+            &backend["score"],
+            &backend["then"],
+        ];
+        table.add_row(cells.map(cell));
+    }
+    [
+        format!(
+            "\nattempt  {number}: {}, by {}, {} blocks held; waited {} ms",
+            cell(&decision["choice"]),
+            cell(&decision["reason"]),
+            cell(&decision["matched"]),
+            cell(&decision["waited_ms"]),
+        ),
+        format!(
+            "policy   {}, named by the {}, at index {}",
+            cell(&decision["policy"]["policy"]),
+            cell(&decision["policy_source"]),
+            cell(&decision["index"])
+        ),
+        format!(
+            "engine   status {}, {}; first byte after {} ms, {} ms in all",
+            cell(&decision["status"]),
+            match &decision["failure"] {
+                Value::Null => cell(&outcome["end"]),
+                failure => cell(failure),
+            },
+            cell(&outcome["ttft_ms"]),
+            cell(&outcome["duration_ms"]),
+        ),
+        format!(
+            "tokens   prompt {}, of these cached {}, output {}",
+            cell(&usage["prompt_tokens"]),
+            cell(&usage["cached_tokens"]),
+            cell(&usage["completion_tokens"])
+        ),
+        table.to_string(),
+    ]
+}
+
+fn ended(end: &Value) -> String {
+    match (&end["outcome"], &end["code"]) {
+        (Value::Null, _) => "under way".to_owned(),
+        (outcome, Value::Null) => cell(outcome),
+        (outcome, code) => format!("{} ({})", cell(outcome), cell(code)),
+    }
+}
+
+/// Unix milliseconds as a time of day.
+fn time(ms: &Value) -> String {
+    let at = ms.as_u64().map(Duration::from_millis);
+    let at = at.and_then(|since| UNIX_EPOCH.checked_add(since));
+    at.map_or_else(
+        || cell(ms),
+        |at| humantime::format_rfc3339_millis(at).to_string(),
+    )
+}
