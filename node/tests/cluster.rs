@@ -4,6 +4,8 @@
 
 #[path = "cluster/backups.rs"]
 mod backups;
+#[path = "cluster/decisions.rs"]
+mod decisions;
 #[path = "cluster/metrics.rs"]
 mod metrics;
 

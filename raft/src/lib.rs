@@ -13,6 +13,7 @@
 //! | `adapter` | runs the state machine under openraft: apply, snapshot, restore |
 //! | `log` | votes and entries: a port to the disk, sled behind it, and the task that writes |
 //! | `snapshot` | snapshot files |
+//! | `replay` | applies a store's log offline, from a copy |
 //! | `net` | connections to peers, Raft's client, and the port that carries calls |
 //! | `identity` | who a replica is and the one cluster it belongs to |
 //! | `files` | the port to files, small files, and the layout of a data directory |
@@ -51,6 +52,7 @@ mod memory;
 mod net;
 mod options;
 pub mod planted;
+mod replay;
 mod replica;
 mod snapshot;
 mod status;
@@ -77,6 +79,7 @@ pub use net::{
     Transport,
 };
 pub use options::{Formation, Peers, ReplicaOptions};
+pub use replay::{ReplayError, ReplayRange, replay};
 pub use replica::Replica;
 #[cfg(feature = "fuzzing")]
 pub use replica::lies;

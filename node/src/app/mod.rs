@@ -17,6 +17,7 @@ mod judge;
 mod key_file;
 mod leadership;
 mod machine;
+pub mod offline;
 mod ports;
 mod readers;
 mod registration;

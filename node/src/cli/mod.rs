@@ -9,6 +9,7 @@ mod decisions;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod log;
 mod read;
 mod recover;
 mod serve;
@@ -74,6 +75,9 @@ enum CliCommand {
     Backup(backup::BackupArgs),
     /// Replace the cluster's state with a backup
     Restore(backup::RestoreArgs),
+    /// Look at the log of a stopped replica
+    #[command(subcommand)]
+    Log(log::LogCommand),
     /// Set a damaged store aside so that the replica can rejoin under a new id
     Recover(recover::RecoverArgs),
     /// Print a shell completion script
@@ -142,6 +146,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::Users(args) => block_on(read::users(args)),
         CliCommand::Explain(args) => block_on(explain::run(args)),
         CliCommand::Decisions(args) => block_on(decisions::list(args)),
+        CliCommand::Log(command) => block_on(log::run(command)),
         CliCommand::Member(command) => block_on(cluster::member(command)),
         CliCommand::TransferLeader(args) => block_on(cluster::transfer_leader(args)),
         CliCommand::Snapshot(args) => block_on(cluster::snapshot(args)),

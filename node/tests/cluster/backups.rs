@@ -15,7 +15,7 @@ async fn quorate(at: &Addresses, args: &[&str]) -> Output {
 }
 
 /// Runs it and expects it to succeed; answers what it prints.
-async fn done(at: &Addresses, args: &[&str]) -> String {
+pub(super) async fn done(at: &Addresses, args: &[&str]) -> String {
     let output = quorate(at, args).await;
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(0), "{args:?}: {error}");
@@ -23,7 +23,7 @@ async fn done(at: &Addresses, args: &[&str]) -> String {
 }
 
 /// Runs it and expects it to fail; answers what it says.
-async fn failed(at: &Addresses, args: &[&str]) -> String {
+pub(super) async fn failed(at: &Addresses, args: &[&str]) -> String {
     let output = quorate(at, args).await;
     assert_eq!(output.status.code(), Some(1), "{args:?}");
     String::from_utf8(output.stderr).unwrap()

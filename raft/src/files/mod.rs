@@ -43,7 +43,7 @@ impl Layout {
 
     /// Files behind any port.
     pub(crate) fn over(files: Arc<dyn Files>, data_dir: &Path) -> Self {
-        let root = data_dir.join(FOLDER);
+        let root = store_folder(data_dir);
         Self { root, files }
     }
 
@@ -82,6 +82,11 @@ impl Layout {
     pub(crate) fn snapshots(&self) -> PathBuf {
         self.root.join("snapshots")
     }
+}
+
+/// The folder of the store below a data directory.
+pub(crate) fn store_folder(data_dir: &Path) -> PathBuf {
+    data_dir.join(FOLDER)
 }
 
 /// A start error from the file system.
@@ -179,11 +184,11 @@ pub(crate) fn load_message<M: Message + Default>(
 /// # Errors
 /// Those of the file system, and `ResourceBusy` while a replica runs on the store.
 pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
-    let folder = data_dir.join(FOLDER);
+    let folder = store_folder(data_dir);
     if !folder.try_exists()? {
         return Ok(None);
     }
-    refuse_if_in_use(&folder)?;
+    drop(lock_unused(&folder)?);
     for number in 1_u32.. {
         let aside = data_dir.join(format!("{FOLDER}.aside-{number}"));
         if !aside.try_exists()? {
@@ -195,11 +200,12 @@ pub fn set_store_aside(data_dir: &Path) -> io::Result<Option<PathBuf>> {
     unreachable!("more than 2^32 stores were set aside")
 }
 
-/// Refuses a store that a running process uses.
-fn refuse_if_in_use(folder: &Path) -> io::Result<()> {
+/// Locks a store that no running process uses, until the file is dropped; `None`: no process ever
+/// used it, as the lock was not copied along. Changes nothing.
+pub(crate) fn lock_unused(folder: &Path) -> io::Result<Option<File>> {
     match File::open(folder.join(LOCK)) {
-        Ok(file) => port::lock(&file),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Ok(file) => port::lock(&file).map(|()| Some(file)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
 }

@@ -46,6 +46,11 @@ const CACHE_BYTES_MAX: usize = 32 * 1024 * 1024;
 /// Weight of the entries read and sent at a time.
 const READ_BYTES_MAX: usize = 1024 * 1024;
 
+/// Opens the log's disk, for whoever only reads it. Recovery may write.
+pub(crate) fn open_disk(layout: &Layout) -> Result<(impl Disk + use<>, DiskContents), StartError> {
+    SledDisk::open(layout)
+}
+
 /// The log. Clones share it.
 #[derive(Clone)]
 pub(crate) struct LogStore {

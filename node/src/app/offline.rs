@@ -1,0 +1,114 @@
+//! A state without a replica: replayed from a store's log or read from a backup, to be looked at.
+//!
+//! Nothing runs behind it. A decision explained against it knows the state and no load, and takes
+//! every engine for healthy.
+
+use std::fs::File;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use api::admin::explain_offline;
+use api::backends::{Backends, Health};
+use api::backup::FileReader;
+use api::proxy::RequestReader;
+use api::routing::{OutboxSettings, Router, RouterParts};
+use raft::ReplayRange;
+use serde_json::Value;
+use state::RouterState;
+use state::ids::SessionId;
+
+use super::formation;
+use super::machine::{RouterMachine, SharedState};
+use crate::config::Config;
+
+/// A state at one log index.
+pub struct OfflineState {
+    shared: Arc<SharedState>,
+    /// The indexes that could have been asked for.
+    pub range: ReplayRange,
+}
+
+/// Replays the log of the store below `data_dir` up to the index `to`, by default the last that is
+/// known to be committed. The store is copied to the new folder `scratch`, which is removed
+/// afterwards. Blocks.
+///
+/// # Errors
+/// If the store is in use, is damaged, or does not have the index.
+pub fn replayed(data_dir: &Path, scratch: &Path, to: Option<u64>) -> anyhow::Result<OfflineState> {
+    let shared = Arc::new(SharedState::default());
+    let mut machine = RouterMachine::new(Arc::clone(&shared), None);
+    let range = raft::replay(data_dir, scratch, to, &mut machine)?;
+    Ok(OfflineState { shared, range })
+}
+
+/// Reads a backup, whose state is of one index. Blocks.
+///
+/// # Errors
+/// If the file is no whole backup, or of another index than `to`.
+pub fn backed_up(file: &PathBuf, to: Option<u64>) -> anyhow::Result<OfflineState> {
+    let opened = File::open(file).with_context(|| format!("open {}", file.display()))?;
+    let (mut reader, head) = FileReader::open(BufReader::new(opened))
+        .with_context(|| format!("read {}", file.display()))?;
+    let index = head.index;
+    if let Some(wanted) = to.filter(|wanted| *wanted != index) {
+        bail!("index {wanted} is not in this backup: it has the state of index {index} only");
+    }
+    let shared = Arc::new(SharedState::default());
+    let restored = shared.state().restore(&mut reader);
+    restored.with_context(|| format!("read {}", file.display()))?;
+    let range = ReplayRange {
+        snapshot: index,
+        committed: index,
+        last: index,
+    };
+    Ok(OfflineState { shared, range })
+}
+
+impl OfflineState {
+    /// Calls `read` on the state.
+    pub fn with_state<R>(&self, read: impl FnOnce(&RouterState) -> R) -> R {
+        read(&self.shared.state())
+    }
+
+    /// Explains the request in `body`, which is a body of `POST /admin/v1/explain`, by the
+    /// tokenizers and users of `config`.
+    ///
+    /// # Errors
+    /// As the admin API.
+    pub async fn explained(&self, config: &Config, body: &[u8]) -> anyhow::Result<Value> {
+        let view = self.shared.state().view();
+        let backends = Arc::new(Backends::new(formation::probe_settings(config)));
+        for backend in &view.registry().backends {
+            backends.assume(backend.handle.slot, &ASSUMED);
+        }
+        let router = Router::new(RouterParts {
+            view: Arc::clone(&view),
+            backends,
+            models: config.models.clone(),
+            replica: config.node.id,
+            session: SessionId(0),
+            outbox: OutboxSettings::default(),
+            overrides: config.policy_overrides.clone(),
+            select: config.select.clone(),
+            clock: api::clock::Clock::default(),
+        });
+        let settings = Arc::new(formation::proxy_settings(config));
+        let requests = RequestReader::new(&router, settings);
+        let explained = explain_offline(&requests, &router, body).await;
+        explained.map_err(|problem| {
+            let detail = problem.detail.unwrap_or_default();
+            anyhow::anyhow!("{}: {detail}", problem.title)
+        })
+    }
+}
+
+/// What is assumed of engines that nobody asked.
+const ASSUMED: Health = Health {
+    is_healthy: true,
+    detail: None,
+    waiting: 0,
+    running: 0,
+    kv_usage_permille: 0,
+};

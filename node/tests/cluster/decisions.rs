@@ -1,0 +1,143 @@
+//! Why did this request go there: past decisions of three replicas, and states of past indexes.
+
+use super::backups::{done, failed};
+use super::*;
+
+/// Asks with an id and a user's header.
+async fn ask(http: &Http, at: &Addresses, id: &str) -> HeaderMap {
+    let body = json!({ "model": "emulated", "max_tokens": 3, "messages": [
+        { "role": "user", "content": SYSTEM },
+    ] });
+    let request = Request::post(format!("http://{}/v1/chat/completions", at.data))
+        .header("content-type", "application/json")
+        .header("x-request-id", id)
+        .header("x-quorate-user", "ada")
+        .body(Full::new(Bytes::from(body.to_string())));
+    let client = Client::builder(TokioExecutor::new()).build_http();
+    let response = client.request(request.unwrap()).await.unwrap();
+    assert_eq!(
+        response.status(),
+        StatusCode::OK,
+        "{}",
+        http.text(&format!("http://{}/readyz", at.admin)).await
+    );
+    let (head, body) = response.into_parts();
+    body.collect().await.unwrap();
+    head.headers
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_past_decision_is_found_at_the_replica_that_made_it() {
+    let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
+    let replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    for (number, at) in at.iter().enumerate() {
+        let id = format!("ask-{}", number + 1);
+        let headers = ask(&http, at, &id).await;
+        let backend = headers["x-quorate-backend"].to_str().unwrap().to_owned();
+        let ended = async || {
+            let url = format!("http://{}/admin/v1/decisions/{id}", at.admin);
+            http.get(&url).await.1["end"]["outcome"] == "finished"
+        };
+        until("the request is over", ended).await;
+        let record = done(at, &["explain", "--request-id", &id, "--json"]).await;
+        let record: Value = serde_json::from_str(&record).unwrap();
+        assert_eq!(record["replica"], number + 1);
+        assert_eq!(
+            (&record["user"], &record["user_source"]),
+            (&json!("ada"), &json!("header:x-quorate-user"))
+        );
+        let decision = &record["decisions"][0];
+        assert_eq!(decision["choice"], backend);
+        let prefix = format!("{}/{}", decision["matched"], record["blocks_total"]);
+        assert_eq!(prefix, headers["x-quorate-prefix"]);
+        assert_eq!(decision["index"].to_string(), headers["x-quorate-index"]);
+        assert_eq!(decision["outcome"]["usage"]["completion_tokens"], 3);
+        let listed = done(at, &["decisions", "--user", "ada", "--backend", &backend]).await;
+        assert!(
+            listed.contains(&id) && listed.contains("finished"),
+            "{listed}"
+        );
+    }
+    let refused = failed(&at[0], &["explain", "--request-id", "ask-3"]).await;
+    assert!(
+        refused.contains("replica 1 has no request of this id"),
+        "{refused}"
+    );
+    let found = done(&at[0], &["explain", "--request-id", "ask-3", "--all"]).await;
+    assert!(found.contains("decided by replica 3"), "{found}");
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_log_is_replayed_to_the_state_that_a_replica_had() {
+    let (dir, engines) = (TempDir::new().unwrap(), engines(2).await);
+    let replicas = cluster(1, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let at = at[0];
+    http.chat(&at, "ada", "Is the lamp lit?").await;
+    http.quiet(&at).await;
+    let past = http.digest(&at).await;
+    let policy = format!("http://{}/admin/v1/policy", at.admin);
+    let round = json!({ "policy": "round-robin" });
+    let (status, ..) = http.send(Method::PUT, &policy, &round).await;
+    assert_eq!(status, StatusCode::OK);
+    http.chat(&at, "bo", "Is the lamp lit?").await;
+    http.quiet(&at).await;
+    let backup = dir.path().join("backup");
+    let backup = backup.to_str().unwrap();
+    done(&at, &["backup", backup]).await;
+    let data = dir.path().join("n1");
+    let data = data.to_str().unwrap();
+    let in_use = failed(&at, &["log", "replay", "--data-dir", data]).await;
+    assert!(in_use.contains("a replica runs on it"), "{in_use}");
+    for replica in replicas {
+        replica.leave().await;
+    }
+    let index = past["index"].to_string();
+    let replay = ["log", "replay", "--data-dir", data, "--to", &index];
+    let shown = done(&at, &[&replay[..], &["--json"]].concat()).await;
+    let shown: Value = serde_json::from_str(&shown).unwrap();
+    assert_eq!(
+        (&shown["index"], &shown["digest"]),
+        (&past["index"], &past["digest"])
+    );
+    assert_eq!(shown["policy"]["policy"], "cost");
+    assert_eq!(shown["backends"].as_array().unwrap().len(), 2);
+    let names: Vec<_> = shown["users"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|it| &it["name"])
+        .collect();
+    assert_eq!(names, ["body:ada"]);
+
+    let asked = dir.path().join("ask.json");
+    let body = json!({ "model": "emulated", "messages": [{ "role": "user", "content": "hi" }] });
+    let ask = json!({ "path": "/v1/chat/completions", "headers": { "x-quorate-user": "ada" }, "body": body });
+    std::fs::write(&asked, ask.to_string()).unwrap();
+    let explain = ["--explain", asked.to_str().unwrap()];
+    let told = done(&at, &[&replay[..], &explain].concat()).await;
+    assert!(
+        told.contains("user     ada, by header:x-quorate-user"),
+        "{told}"
+    );
+    assert!(
+        told.contains("policy   cost, named by the cluster"),
+        "{told}"
+    );
+    assert!(told.contains("load     unknown"), "{told}");
+
+    let beyond = ["log", "replay", "--data-dir", data, "--to", "1000000"];
+    let refused = failed(&at, &beyond).await;
+    assert!(refused.contains("is not in this store"), "{refused}");
+    let of_backup = done(&at, &["log", "replay", "--backup", backup, "--json"]).await;
+    let of_backup: Value = serde_json::from_str(&of_backup).unwrap();
+    assert_eq!(of_backup["policy"]["policy"], "round-robin");
+    let refused = failed(&at, &["log", "replay", "--backup", backup, "--to", &index]).await;
+    assert!(refused.contains("is not in this backup"), "{refused}");
+}
