@@ -128,6 +128,36 @@ fn what_is_simulated_leaves_nothing_to_chance() {
     });
 }
 
+/// What decides about requests and accounts for them, under simulated time too (I76).
+const TOLD_THE_TIME: &[&str] = &[
+    "decide",
+    "explain",
+    "filters",
+    "fleet",
+    "panic",
+    "predictions",
+    "room",
+    "samples",
+];
+
+#[test]
+fn routing_reads_no_clock() {
+    let clock = ["Instant", "::now"].concat();
+    check("what routing is told the time for", |path, text| {
+        let folder = Path::new("api/src/routing");
+        let name = path.strip_prefix(folder).ok()?.file_stem()?.to_str()?;
+        let product = text.split("#[cfg(test)]").next().unwrap_or(text);
+        let reads = product.matches(&clock).count();
+        let at_most = match name {
+            // Dropped without an end.
+            "attempt" => 1,
+            name if TOLD_THE_TIME.contains(&name) && path.parent() == Some(folder) => 0,
+            _ => return None,
+        };
+        (reads > at_most).then(|| format!("reads the clock {reads} times, at most {at_most}"))
+    });
+}
+
 fn dependencies(folder: &str) -> BTreeSet<String> {
     let manifest = root().join(folder).join("Cargo.toml");
     let text = std::fs::read_to_string(manifest).expect("read a manifest");

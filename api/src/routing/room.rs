@@ -28,7 +28,7 @@ impl Decider {
 
     /// Requests of this replica that run on backends of the model.
     #[must_use]
-    pub(crate) fn running_here(&self, model: &str) -> u64 {
+    pub fn running_here(&self, model: &str) -> u64 {
         let registry = self.view.registry();
         let backends = registry.backends.iter().filter(|it| it.serves(model));
         let running = backends.map(|it| u64::from(self.load.here(it.handle).running));

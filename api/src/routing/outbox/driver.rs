@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use state::command::{Charge, EngineFacts, Item};
+use state::command::{Charge, Committed, EngineFacts, Envelope, Item};
 use state::ids::{BackendRef, LogIndex, UserKey};
 use tokio::sync::Notify;
 use tokio::time::{Instant, MissedTickBehavior};
@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::fate::AfterProposal;
 use super::{Outbox, OutboxStatus};
 use crate::clock::Clock;
-use crate::ports::Propose;
+use crate::ports::{Propose, ProposeError};
 
 /// First pause before an envelope is proposed again; each further one doubles.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
@@ -74,6 +74,50 @@ impl SharedOutbox {
     /// Proposes what is queued at once, unless an envelope is outstanding.
     pub fn hurry(&self) {
         self.full.notify_one();
+    }
+
+    /// The envelope to propose: the outstanding one again, else a new one; `None`: nothing waits.
+    /// All up to `applied` is applied here.
+    #[must_use]
+    pub fn envelope(&self, applied: LogIndex, now: Instant, unix_ms: u64) -> Option<Envelope> {
+        let mut outbox = self.lock();
+        outbox.settle(applied);
+        if let Some(envelope) = outbox.outstanding() {
+            return Some(envelope.clone());
+        }
+        outbox.cut(now, unix_ms).cloned()
+    }
+
+    /// Takes in what became of the envelope that was proposed.
+    pub fn fate(&self, fate: Result<Committed, ProposeError>, applied: LogIndex) -> AfterProposal {
+        self.with(|outbox| {
+            let next = outbox.fate(fate);
+            outbox.settle(applied);
+            next
+        })
+    }
+
+    /// Takes out of the overlay what is applied up to `applied`.
+    pub fn settle(&self, applied: LogIndex) {
+        self.lock().settle(applied);
+    }
+
+    /// Whether an envelope is full.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.lock().is_full()
+    }
+
+    /// Whether an envelope is outstanding.
+    #[must_use]
+    pub fn is_outstanding(&self) -> bool {
+        self.lock().outstanding().is_some()
+    }
+
+    /// Whether nothing waits for an envelope.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.lock().is_empty()
     }
 
     /// How far the log is behind.
@@ -148,25 +192,14 @@ impl OutboxDriver<'_> {
     async fn flush(&self) -> FlushResult {
         let mut pause = PAUSE_MIN;
         loop {
-            let envelope = {
-                let mut outbox = self.outbox.lock();
-                outbox.settle((self.applied)());
-                match outbox.outstanding().cloned() {
-                    Some(envelope) => envelope,
-                    None => match outbox.cut(Instant::now(), self.clock.unix_ms()).cloned() {
-                        Some(envelope) => envelope,
-                        None => return FlushResult::Nothing,
-                    },
-                }
+            let (now, unix_ms) = (Instant::now(), self.clock.unix_ms());
+            let envelope = self.outbox.envelope((self.applied)(), now, unix_ms);
+            let Some(envelope) = envelope else {
+                return FlushResult::Nothing;
             };
             let seq = envelope.origin.seq;
             let fate = self.propose.propose(envelope).await;
-            let next = self.outbox.with(|outbox| {
-                let next = outbox.fate(fate);
-                outbox.settle((self.applied)());
-                next
-            });
-            match next {
+            match self.outbox.fate(fate, (self.applied)()) {
                 AfterProposal::GoOn => {
                     self.metrics.flushes.inc();
                     return FlushResult::One;

@@ -17,6 +17,7 @@ use state::outputs::batch::{BatchRoom, BinQueues, BinnedRequest, SelectionRule};
 use super::clock::unix_ms;
 use super::events::Micros;
 use super::plan::SimPlan;
+use super::replica::SimReplica;
 
 /// How old the replicas' knowledge of each other's dispatches is taken to be at most, beyond the
 /// lags: a flush interval and one between two reports.
@@ -34,7 +35,7 @@ pub struct SimQueue {
     last_ticket: u64,
     /// Highest price of a request that came here.
     largest: u64,
-    /// Start of the present window, and what was priced in it.
+    /// Start of the present window, and what had been priced by then.
     window: (Micros, u64),
     /// Priced tokens per second in the window before.
     rate: u64,
@@ -193,11 +194,11 @@ impl SimQueue {
     }
 
     /// Whose turn it is, if there is room; only for engines that batch continuously.
-    pub fn next(&mut self, now: Micros, counters: &impl Counters, has_room: bool) -> NextAdmission {
+    pub fn next(&mut self, now: Micros, replica: &SimReplica, has_room: bool) -> NextAdmission {
         if !has_room && !self.is_held {
             return NextAdmission::Nobody; // Nothing to tell the gate either.
         }
-        let slack = self.slack(now);
+        let slack = self.slack(now, replica.priced_tokens());
         let QueueKind::Ordered { queue, requests } = &mut self.line else {
             return NextAdmission::Nobody;
         };
@@ -208,7 +209,9 @@ impl SimQueue {
         } else {
             DispatchVerdict::Stop
         };
-        let next = queue.next(unix_ms(now), counters, &mut self.gate, |_| verdict);
+        let next = queue.next(unix_ms(now), &replica.counters(), &mut self.gate, |_| {
+            verdict
+        });
         self.is_held = matches!(next, Next::Held { .. });
         match next {
             Next::Go(waiting) => {
@@ -246,12 +249,12 @@ impl SimQueue {
     }
 
     /// `G`: as production measures it, from what was priced here in the last window.
-    fn slack(&mut self, now: Micros) -> u64 {
-        let (since, priced) = self.window;
+    fn slack(&mut self, now: Micros, priced: u64) -> u64 {
+        let (since, before) = self.window;
         let age = now.saturating_sub(since);
         if age >= RATE_WINDOW {
-            self.rate = priced * 1_000_000 / age;
-            self.window = (now, 0);
+            self.rate = (priced - before) * 1_000_000 / age;
+            self.window = (now, priced);
         }
         let here = match &self.line {
             QueueKind::Ordered { queue, .. } => queue.users_len(),
@@ -264,11 +267,6 @@ impl SimQueue {
             tokens => u64::from(tokens),
         };
         slack_tokens(least, self.rate * self.replicas, self.lag_ms, users)
-    }
-
-    /// So much was charged here.
-    pub fn priced(&mut self, tokens: u64) {
-        self.window.1 += tokens;
     }
 
     /// Highest `G` so far.

@@ -1,9 +1,9 @@
 //! `quorate simulate`: a seeded discrete-event simulation of a cluster, its engines and its
 //! clients.
 //!
-//! What decides is production code: the replicated state with its log commands, the published view,
-//! the policies, the outbox and overlay of unapplied leases, the load table, the admission queue,
-//! and the block pool and scheduler of the emulated engine. What is simulated is everything around
+//! What decides is production code: the router with its filters, decisions, dispatches and charges,
+//! the replicated state with its log commands, the admission queue, and the block pool and scheduler
+//! of the emulated engine. What is simulated is everything around
 //! it: time, the log's order and lag, the network between replicas, and the clients. No thread, no
 //! clock and no unseeded draw has a part in a result, so a run repeats bit for bit.
 //!
@@ -23,7 +23,6 @@ pub mod plan;
 pub mod print;
 pub mod replica;
 pub mod report;
-pub mod samples;
 pub mod service;
 pub mod tally;
 #[cfg(test)]

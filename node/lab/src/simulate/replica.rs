@@ -1,39 +1,37 @@
-//! A replica as the simulator has it: the production state, view, outbox, overlay, load table and
-//! policies, with a driver that takes the time as an argument.
+//! A replica as the simulator has it: the replicated state and the product's [`Router`] over it,
+//! with simulated time.
 //!
-//! What stands here in place of `api::routing::Router` is only what that does around those parts:
-//! gathering a candidate's figures, and telling outbox and load what became of a request.
+//! Filters, decisions, dispatches, charges, leases, samples and the outbox are the product's own.
+//! What stands here is what a socket, a probe or the log does in production: it says when an engine
+//! answered, what engines are doing, and which entry of the log came.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use api::ports::ProposeError;
-use api::routing::{LoadGuard, LoadReporter, LoadTable, Outbox, OutboxSettings, Overlay};
-use state::admission::{
-    Advance, Counters, CreditLedger, Order, PendingCharges, Pricing, TokenDelta, UserFigures,
+use api::backends::{Backends, Health, ProbeSettings};
+use api::clock::Clock;
+use api::prompt::{ChainTail, PromptIdentity, TokenRatio};
+use api::routing::{
+    AfterProposal, Attempt, AttemptEnd, Decision, DispatchTerms, LoadReporter, LoadTable,
+    OutboxSettings, Router, RouterParts, RoutingRejection, RoutingRequest, SelectSettings,
+    SharedOutbox, Usage, UserName,
 };
-use state::command::{
-    Charge, Command, Committed, Envelope, Item, Lane, LeaseOutcome, Origin, Reply,
-};
-use state::ids::{
-    AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, SessionId, UserKey,
-};
-use state::policy::{self, Candidate, PolicyConfig, PolicyRequest};
-use state::prefix::{continue_bytes, model_key};
+use http::{HeaderMap, HeaderName, HeaderValue};
+use state::admission::{Counters, PendingCharges, Pricing, UserFigures};
+use state::command::{Command, Committed, Envelope, Lane, Origin, Reply};
+use state::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey};
+use state::prefix::model_key;
 use state::{RouterState, StateView};
 use tokio::time::Instant;
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::clock::{EPOCH_MS, SimClock, unix_ms};
 use super::engine::ProbedFigures;
 use super::events::Micros;
-use super::plan::BLOCK_TOKENS;
-use super::samples::{DispatchConditions, EndedSample, SimSamples};
 use super::workload::{HASH_SEED, MODEL, SimPrompt};
-use crate::engine::text::{TOKEN_BYTES, words};
+use crate::engine::text::words;
 
-/// Output tokens that are charged at a time, as the proxy does while an answer streams.
-const OUTPUT_STEP_TOKENS: u64 = 32;
+/// Names the session of a request for the policies that look at it.
+const SESSION: HeaderName = HeaderName::from_static("x-quorate-session");
 
 /// What is the same for all replicas of a run.
 #[derive(Debug, Clone, Copy)]
@@ -55,45 +53,28 @@ pub struct SimReplica {
     /// What the log has brought it.
     pub state: RouterState,
     view: Arc<StateView>,
-    /// What it has learnt and not seen applied.
-    pub outbox: Outbox,
-    overlay: Arc<Overlay>,
-    /// Who is busy.
-    pub load: LoadTable,
-    /// When peers are told.
-    pub reporter: LoadReporter,
-    ledger: CreditLedger,
+    backends: Arc<Backends>,
+    router: Router,
+    /// When peers are told its load.
+    reporter: LoadReporter,
+    /// Bytes per token, as engines have counted.
+    ratio: TokenRatio,
     pricing: Pricing,
     model: ModelKey,
-    samples: SimSamples,
     clock: SimClock,
-    last_attempt: u64,
-    turn: u64,
-    candidates: Vec<Candidate>,
+}
+
+/// Who sends requests: a user with a session of its own.
+pub struct SimSender {
+    name: UserName,
+    headers: HeaderMap,
 }
 
 /// A request as a decision sees it.
-#[derive(Debug, Clone, Copy)]
 pub struct SimRequest<'a> {
-    /// Its number, whose hash breaks ties.
-    pub number: usize,
-    /// Its prompt.
-    pub prompt: &'a SimPrompt,
-    /// Who sends it.
-    pub user: UserKey,
-}
-
-/// Where a request goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SimDecision {
-    /// The backend.
-    pub backend: BackendRef,
-    /// Leading blocks it is believed to hold.
-    pub matched: u32,
-    /// Requests there, all replicas.
-    running: u32,
-    /// Uncached tokens pending there, all replicas.
-    pending_prefill_tokens: u64,
+    id: String,
+    identity: PromptIdentity,
+    sender: &'a SimSender,
 }
 
 /// What an engine tells of a request.
@@ -107,334 +88,216 @@ pub struct EngineUsage {
     pub cached: u32,
 }
 
-/// What a dispatch is made with.
-#[derive(Debug, Clone, Copy)]
-pub struct SimDispatch<'a> {
-    /// Name of who pays.
-    pub user: &'a str,
-    /// The queue's order, which says what is charged ahead.
-    pub order: Order,
-    /// Output tokens as predicted.
-    pub predicted_output: u32,
-    /// Whether it waited.
-    pub was_queued: bool,
-    /// When.
-    pub at: Micros,
-}
-
 /// A request under way at an engine.
 pub struct InFlight {
     /// Where.
     pub backend: BackendRef,
-    attempt: AttemptId,
-    underway: LoadGuard,
-    user: UserKey,
-    advance: Advance,
-    before: DispatchConditions,
-    /// Prompt tokens predicted to be cached.
-    predicted: u32,
-    charged_output: u64,
-    /// When the first token came, and how many prompt tokens were cached.
-    first: Option<(Micros, u32)>,
+    attempt: Attempt,
+    has_first_token: bool,
+}
+
+impl SimSender {
+    /// The user `name`, the `number`th of the workload.
+    #[must_use]
+    pub fn new(name: &str, number: usize) -> Self {
+        Self {
+            name: UserName::bounded(name),
+            headers: HeaderMap::from_iter([(SESSION, HeaderValue::from(number))]),
+        }
+    }
+}
+
+impl SimRequest<'_> {
+    fn routed<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+        RoutingRequest {
+            model: MODEL,
+            identity: &self.identity,
+            request_id: &self.id,
+            user: &self.sender.name,
+            headers: Some(&self.sender.headers),
+            policy: None,
+            labels: &[],
+            excluded,
+        }
+    }
 }
 
 impl SimReplica {
-    /// A replica with `state`, in its run number `session`.
+    /// A replica with `state`, in its run number `run_number`. All backends are healthy and idle.
     #[must_use]
-    pub fn new(id: u8, session: u64, state: RouterState, run: &RunSettings) -> Self {
-        let overlay = Arc::new(Overlay::default());
-        let settings = OutboxSettings {
-            flush_interval: Duration::from_micros(run.flush),
-            ..OutboxSettings::default()
-        };
-        let (id, session) = (ReplicaId(id), SessionId(session));
-        Self {
+    pub fn new(id: u8, run_number: u64, state: RouterState, run: &RunSettings) -> Self {
+        // Replicas' sessions differ, as they do in production, and so do the turns they begin with.
+        let session = SessionId(run_number << 8 | u64::from(id));
+        let (id, view) = (ReplicaId(id), state.view());
+        let backends = Arc::new(Backends::new(ProbeSettings::default()));
+        let router = Router::new(RouterParts {
+            view: Arc::clone(&view),
+            backends: Arc::clone(&backends),
+            models: Vec::new(),
+            replica: id,
+            session,
+            outbox: OutboxSettings {
+                flush_interval: Duration::from_micros(run.flush),
+                ..OutboxSettings::default()
+            },
+            overrides: Vec::new(),
+            select: SelectSettings::default(),
+            clock: Clock::default(),
+        });
+        let replica = Self {
             id,
             session,
-            view: state.view(),
             state,
-            outbox: Outbox::new(id, session, settings, Arc::clone(&overlay)),
-            overlay,
-            load: LoadTable::default(),
+            view,
+            backends,
+            router,
             reporter: LoadReporter::default(),
-            ledger: CreditLedger::default(),
+            ratio: TokenRatio::default(),
             pricing: run.pricing,
             model: model_key(HASH_SEED, MODEL),
-            samples: SimSamples::default(),
             clock: run.clock,
-            last_attempt: 0,
-            turn: u64::from(id.0),
-            candidates: Vec::new(),
-        }
+        };
+        replica.probed(|_| ProbedFigures::default());
+        replica
     }
 
-    /// Chooses a backend among those that `has_room` lets pass; `None`: none of them has any.
-    pub fn decide(
-        &mut self,
-        ask: &SimRequest<'_>,
-        probed: &[ProbedFigures],
-        now: Micros,
-        has_room: impl Fn(BackendRef, u32) -> bool,
-    ) -> Option<SimDecision> {
-        let registry = self.view.registry();
-        let instant = self.clock.at(now);
-        let service = self.view.service();
-        let learns = registry.routing.as_ref().is_none_or(|it| it.learn);
-        self.candidates.clear();
-        for backend in &registry.backends {
+    /// Takes in what probes have read of the engines.
+    pub fn probed(&self, figures: impl Fn(Slot) -> ProbedFigures) {
+        for backend in &self.view.registry().backends {
             let slot = backend.handle.slot;
-            let load = self.load.cluster(backend.handle, instant);
-            if !has_room(backend.handle, load.running) {
-                continue;
-            }
-            let figures = probed[usize::from(slot.0)];
-            let owned = self.view.blocks.owned(slot);
-            let served = service.get(slot).filter(|it| it.backend == backend.handle);
-            let capacity = served.map_or(backend.capacity_blocks(), |it| it.capacity_blocks);
-            let prices = served.filter(|_| learns).and_then(|it| it.learnt?.prices());
-            self.candidates.push(Candidate {
-                slot,
-                running: load.running,
-                pending_prefill_tokens: load.pending_prefill_tokens,
+            let figures = figures(slot);
+            let health = Health {
+                is_healthy: true,
+                detail: None,
                 waiting: figures.waiting,
+                running: figures.running,
                 kv_usage_permille: figures.kv_usage_permille,
-                free_blocks: capacity.map_or(u32::MAX, |it| it.saturating_sub(owned)),
-                prices,
-                ..Candidate::default()
-            });
-        }
-        drop(service);
-        if self.candidates.is_empty() {
-            return None;
-        }
-        let chain = matchable(ask.prompt);
-        self.match_blocks(chain);
-        let request = self.request(&registry.policy, ask);
-        let choice = policy::choose(&registry.policy, &request, &self.candidates)?;
-        let chosen = |it: &&Candidate| it.slot == choice.slot;
-        let candidate = self.candidates.iter().find(chosen);
-        let candidate = candidate.expect("a policy chooses among the candidates");
-        let mut backends = registry.backends.iter();
-        let backend = backends.find(|it| it.handle.slot == choice.slot);
-        Some(SimDecision {
-            backend: backend.expect("candidates are registered").handle,
-            matched: choice.matched,
-            running: candidate.running,
-            pending_prefill_tokens: candidate.pending_prefill_tokens,
-        })
-    }
-
-    fn match_blocks(&mut self, chain: &[BlockHash]) {
-        let candidates = &mut self.candidates;
-        self.view.blocks.match_prefix(chain, |slot, blocks| {
-            if let Ok(at) = candidates.binary_search_by_key(&slot, |it| it.slot) {
-                candidates[at].matched = blocks;
-            }
-        });
-        if self.overlay.is_empty() {
-            return;
-        }
-        let registry = self.view.registry();
-        let matches = self.candidates.iter_mut().map(|candidate| {
-            let backend = registry.backend(candidate.slot);
-            let backend = backend.expect("candidates are registered");
-            (backend.handle, &mut candidate.matched)
-        });
-        self.overlay.extend(chain, matches);
-    }
-
-    fn request(&mut self, config: &PolicyConfig, ask: &SimRequest<'_>) -> PolicyRequest {
-        let needs = config.needs();
-        let chain = &ask.prompt.chain;
-        let prefix_key = needs.prefix_blocks.map_or(0, |blocks| {
-            let first = chain.get(..blocks as usize).unwrap_or(chain);
-            first.last().map_or(ask.number as u64, |last| last.0)
-        });
-        let turn = self.turn;
-        self.turn += u64::from(needs.turn);
-        PolicyRequest {
-            jitter: xxh3_64(&ask.number.to_le_bytes()),
-            blocks: ask.prompt.matchable,
-            tokens: ask.prompt.tokens,
-            tokens_per_block: BLOCK_TOKENS,
-            prefix_key,
-            session: needs.session.map(|_| ask.user.0),
-            turn,
-            user: if needs.user_tokens {
-                self.view.user_tokens(ask.user)
-            } else {
-                policy::UserTokens::default()
-            },
+            };
+            self.backends.assume(slot, &health);
         }
     }
 
-    /// Notes that a request begins to wait.
-    pub fn queued(&mut self, user: &str) {
-        let payer = self.outbox.payer(HASH_SEED, user);
-        self.outbox.charge(Charge {
-            user: payer,
-            queued: 1,
-            ..Charge::default()
-        });
+    /// The `number`th request of the run, as this replica sees it.
+    #[must_use]
+    pub fn request<'a>(
+        &self,
+        number: usize,
+        prompt: &SimPrompt,
+        sender: &'a SimSender,
+    ) -> SimRequest<'a> {
+        let identity = prompt.identity.clone();
+        let tail = ChainTail {
+            ratio: self.ratio.clone(),
+            ..identity.tail
+        };
+        SimRequest {
+            id: number.to_string(),
+            identity: PromptIdentity { tail, ..identity },
+            sender,
+        }
     }
 
-    /// Notes that a request waits no more and does not go.
-    pub fn unqueued(&mut self, user: &str) {
-        let payer = self.outbox.payer(HASH_SEED, user);
-        self.outbox.charge(Charge {
-            user: payer,
-            dequeued: 1,
-            ..Charge::default()
-        });
+    /// Chooses a backend, or looks whether `only` can take the request.
+    ///
+    /// # Errors
+    /// As in production.
+    pub fn decide(
+        &self,
+        ask: &SimRequest<'_>,
+        only: Option<Slot>,
+        now: Micros,
+    ) -> Result<Decision, RoutingRejection> {
+        let decider = self.router.decider();
+        let excluded = only.map_or_else(Vec::new, |slot| decider.slots_but(slot));
+        decider.decide(&ask.routed(&excluded), self.clock.at(now))
+    }
+
+    /// A request of `sender` begins to wait. Returns whom it is charged to.
+    pub fn begin_wait(&self, sender: &SimSender) -> UserKey {
+        self.router.dispatcher().begin_wait(&sender.name)
+    }
+
+    /// A request of `user` waits no more, whichever way.
+    pub fn end_wait(&self, user: UserKey) {
+        self.router.dispatcher().end_wait(user);
     }
 
     /// Requests from here that run.
     #[must_use]
     pub fn running_here(&self) -> u64 {
-        let registry = self.view.registry();
-        let backends = registry.backends.iter();
-        let running = backends.map(|it| u64::from(self.load.here(it.handle).running));
-        running.sum()
+        self.router.decider().running_here(MODEL)
     }
 
-    /// Notes that a request goes to the decided backend: load, overlay and outbox know it.
+    /// Sends a request to the decided backend. `tokens_max` bounds its output.
+    #[must_use]
     pub fn dispatch(
-        &mut self,
+        &self,
         ask: &SimRequest<'_>,
-        decision: SimDecision,
-        sent: &SimDispatch<'_>,
+        decision: &Decision,
+        tokens_max: Option<u32>,
+        now: Micros,
     ) -> InFlight {
-        self.last_attempt += 1;
-        let attempt = AttemptId(self.last_attempt);
-        let prompt_tokens = u64::from(ask.prompt.tokens);
-        let cached = (u64::from(decision.matched) * u64::from(BLOCK_TOKENS)).min(prompt_tokens);
-        let uncached = prompt_tokens - cached;
-        let underway = self.load.begin(decision.backend, uncached);
-        let held = self.held(decision, &ask.prompt.chain);
-        let user = self.outbox.payer(HASH_SEED, sent.user);
-        let is_output_ahead = sent.order == Order::VtcPred;
-        let estimate = TokenDelta {
-            input_uncached: uncached,
-            input_cached: cached,
-            output: u64::from(sent.predicted_output) * u64::from(is_output_ahead),
+        let terms = DispatchTerms {
+            tokens_max,
+            granted_tokens: None,
         };
-        let (advance, ahead) = self.ledger.open(user, &estimate, &self.pricing);
-        self.outbox.charge(Charge {
-            started: 1,
-            dequeued: u32::from(sent.was_queued),
-            ..ahead
-        });
-        self.outbox
-            .acquire(attempt, decision.backend, &ask.prompt.chain, held);
+        let (ask, now) = (ask.routed(&[]), self.clock.at(now));
+        let dispatcher = self.router.dispatcher();
         InFlight {
             backend: decision.backend,
-            attempt,
-            underway,
-            user,
-            advance,
-            before: DispatchConditions {
-                at: sent.at,
-                running: decision.running,
-                prefill_tokens: decision.pending_prefill_tokens + uncached,
-            },
-            predicted: u32::try_from(cached).unwrap_or(u32::MAX),
-            charged_output: 0,
-            first: None,
+            attempt: dispatcher.dispatch(decision, &ask, terms, now),
+            has_first_token: false,
         }
     }
 
-    /// Leading blocks the backend holds or is about to, beyond what a match may count.
-    fn held(&self, decision: SimDecision, chain: &[BlockHash]) -> usize {
-        let mut held = decision.matched;
-        while chain
-            .get(held as usize)
-            .is_some_and(|block| self.view.blocks.owns(decision.backend.slot, *block))
-        {
-            held += 1;
+    /// The engine has told how far it is.
+    pub fn served(&self, flight: &mut InFlight, prompt: &SimPrompt, told: &EngineUsage) {
+        let now = self.clock.at(told.at);
+        if !std::mem::replace(&mut flight.has_first_token, true) {
+            flight.attempt.first_byte(now);
+            flight.attempt.first_token(now);
         }
-        self.overlay
-            .extend(chain, std::iter::once((decision.backend, &mut held)));
-        chain.len().min(held as usize)
+        flight.attempt.usage(usage(prompt, told), now);
     }
 
-    /// What the engine has told so far. Answers what that was charged, in priced tokens.
-    pub fn served(&mut self, flight: &mut InFlight, prompt: &SimPrompt, told: &EngineUsage) -> u64 {
-        flight.underway.first_byte();
-        let mut used = TokenDelta::default();
-        if flight.first.is_none() {
-            flight.first = Some((told.at, told.cached));
-            used.input_cached = u64::from(told.cached.min(prompt.tokens));
-            used.input_uncached = u64::from(prompt.tokens) - used.input_cached;
-            self.samples
-                .first_token(flight.backend, &flight.before, told.at);
+    /// The request is over.
+    pub fn end(
+        &self,
+        mut flight: InFlight,
+        prompt: &SimPrompt,
+        told: &EngineUsage,
+        end: AttemptEnd,
+    ) {
+        let now = self.clock.at(told.at);
+        if flight.has_first_token {
+            let answer = words(prompt.sequence.voice(), 0, told.output);
+            flight.attempt.output(&answer, now);
+            flight.attempt.usage(usage(prompt, told), now);
         }
-        let due = u64::from(told.output).saturating_sub(flight.charged_output);
-        if due < OUTPUT_STEP_TOKENS && used == TokenDelta::default() {
-            return 0;
-        }
-        used.output = due;
-        flight.charged_output += due;
-        self.settle(flight, &used, 0)
+        flight.attempt.end(end, now);
     }
 
-    fn settle(&mut self, flight: &mut InFlight, used: &TokenDelta, ended: u32) -> u64 {
-        let (user, advance) = (flight.user, &mut flight.advance);
-        let charge = self.ledger.settle(user, advance, used, &self.pricing);
-        self.outbox.charge(Charge { ended, ..charge });
-        self.pricing.input(used.input_uncached, used.input_cached)
-            + self.pricing.output(used.output)
-    }
-
-    /// The request is over: its lease ends, what it owes is settled. Answers what that was charged.
-    pub fn end(&mut self, mut flight: InFlight, prompt: &SimPrompt, told: &EngineUsage) -> u64 {
-        self.outbox
-            .extend(flight.attempt, output_blocks(prompt, told.output));
-        self.outbox.release(flight.attempt, LeaseOutcome::Kept);
-        let used = TokenDelta {
-            output: u64::from(told.output).saturating_sub(flight.charged_output),
-            ..TokenDelta::default()
-        };
-        let priced = self.settle(&mut flight, &used, 1);
-        self.ledger.close(flight.user, flight.advance);
-        let instant = self.clock.at(told.at);
-        let running = self.load.cluster(flight.backend, instant).running;
-        if let Some((first, cached)) = flight.first {
-            let limit = self.limit(flight.backend);
-            let ended = EndedSample {
-                tokens_between: (first, told.at),
-                prompt: prompt.tokens,
-                cached,
-                predicted: flight.predicted,
-                output: told.output,
-                running,
-                is_at_limit: limit.is_some_and(|limit| running >= limit),
-            };
-            self.samples.ended(flight.backend, &ended);
-        }
-        priced
+    /// Priced tokens charged here since the start.
+    #[must_use]
+    pub fn priced_tokens(&self) -> u64 {
+        self.router.dispatcher().priced_tokens()
     }
 
     /// Tells the log what was measured of the engines.
-    pub fn tell_samples(&mut self) {
-        for sample in self.samples.take() {
-            self.outbox.note(Item::ObserveService(Box::new(sample)));
-        }
+    pub fn tell_samples(&self, now: Micros) {
+        self.router.dispatcher().tell_samples(self.clock.at(now));
     }
 
-    /// Tells the log how long an output became.
-    pub fn tell_length(&mut self, user: UserKey, tokens: u32) {
-        self.outbox.note(Item::ObserveOutputs {
-            user,
-            model: self.model,
-            tokens: vec![tokens],
-        });
+    /// Tells the log how long outputs became.
+    pub fn tell_lengths(&self) {
+        self.router.dispatcher().tell_lengths();
     }
 
     /// The users' figures, with what this replica has charged on top.
     pub fn counters(&self) -> impl Counters {
         |user: UserKey| -> UserFigures {
             let mut pending = PendingCharges::default();
-            pending.add(&self.outbox.unapplied(user), &self.pricing);
+            pending.add(&self.router.dispatcher().unapplied(user), &self.pricing);
             pending.on_top(user, self.view.user_figures(user))
         }
     }
@@ -469,20 +332,47 @@ impl SimReplica {
         self.view.limit(backend.slot)
     }
 
-    /// Most blocks of a prompt that one backend is believed to hold.
+    /// Requests that run at a backend, from all replicas.
     #[must_use]
-    pub fn longest_match(&self, prompt: &SimPrompt) -> u32 {
-        let mut longest = 0;
-        self.view
-            .blocks
-            .match_prefix(matchable(prompt), |_, blocks| longest = longest.max(blocks));
-        longest
+    pub fn running_at(&self, backend: BackendRef, now: Micros) -> u32 {
+        self.load().cluster(backend, self.clock.at(now)).running
     }
 
-    /// The next batch for the log, if none is outstanding and something waits.
-    pub fn cut(&mut self, now: Micros) -> Option<Envelope> {
-        self.outbox.settle(self.view.applied());
-        self.outbox.cut(self.clock.at(now), unix_ms(now)).cloned()
+    /// Most blocks of a prompt that one backend is believed to hold.
+    #[must_use]
+    pub fn best_match(&self, ask: &SimRequest<'_>) -> u32 {
+        self.router.decider().best_match(&ask.routed(&[]))
+    }
+
+    /// Who is busy.
+    #[must_use]
+    pub fn load(&self) -> &LoadTable {
+        self.router.load()
+    }
+
+    /// What peers are to be told of the load, if anything is due.
+    pub fn due_report(&mut self, now: Micros) -> Option<Vec<u8>> {
+        self.reporter.due(self.router.load(), self.clock.at(now))
+    }
+
+    /// What it has learnt and not seen applied.
+    #[must_use]
+    pub fn outbox(&self) -> &SharedOutbox {
+        self.router.outbox()
+    }
+
+    /// Whether all that was routed here is applied.
+    #[must_use]
+    pub fn is_overlay_empty(&self) -> bool {
+        self.router.is_overlay_empty()
+    }
+
+    /// The next batch for the log, if something waits.
+    #[must_use]
+    pub fn cut(&self, now: Micros) -> Option<Envelope> {
+        let applied = self.view.applied();
+        self.outbox()
+            .envelope(applied, self.clock.at(now), unix_ms(now))
     }
 
     /// Applies an entry of the log; what is applied already is passed over.
@@ -491,30 +381,28 @@ impl SimReplica {
             return;
         }
         let reply = self.state.apply(index, envelope.clone());
-        let origin = envelope.origin;
+        let (origin, applied) = (envelope.origin, self.view.applied());
         let is_own = origin.replica == self.id && origin.session == self.session;
-        if is_own && origin.lane == Lane::Outbox {
-            self.told(Ok(Committed { index, reply }));
+        if !is_own || origin.lane != Lane::Outbox {
+            return self.outbox().settle(applied);
         }
-        self.outbox.settle(self.view.applied());
+        let next = self.outbox().fate(Ok(Committed { index, reply }), applied);
+        // A simulated log refuses no session and loses nothing.
+        debug_assert_eq!(next, AfterProposal::GoOn, "{}", self.id);
     }
 
-    fn told(&mut self, fate: Result<Committed, ProposeError>) {
-        // Nothing to be done about any answer: a simulated log refuses no session and loses nothing.
-        let next = self.outbox.fate(fate);
-        debug_assert_eq!(next, api::routing::AfterProposal::GoOn, "{}", self.id);
-    }
-
-    /// Whether a batch should be cut now or at the next flush.
-    #[must_use]
-    pub fn wants_flush(&self) -> bool {
-        self.outbox.outstanding().is_none() && !self.outbox.is_empty()
-    }
-
-    /// The moment as the load table has it.
+    /// The moment as production code has it.
     #[must_use]
     pub fn instant(&self, now: Micros) -> Instant {
         self.clock.at(now)
+    }
+}
+
+fn usage(prompt: &SimPrompt, told: &EngineUsage) -> Usage {
+    Usage {
+        prompt_tokens: prompt.tokens.into(),
+        cached_tokens: Some(told.cached.min(prompt.tokens).into()),
+        completion_tokens: told.output.into(),
     }
 }
 
@@ -554,23 +442,4 @@ pub fn state_of(entries: &[Envelope]) -> RouterState {
         assert_eq!(reply, Reply::Applied, "setup command {place}");
     }
     state
-}
-
-fn matchable(prompt: &SimPrompt) -> &[BlockHash] {
-    &prompt.chain[..prompt.chain.len().min(prompt.matchable as usize)]
-}
-
-/// Blocks behind the prompt's that its output fills.
-fn output_blocks(prompt: &SimPrompt, output: u32) -> Vec<BlockHash> {
-    let mut bytes = prompt.tail.clone();
-    bytes.extend(words(prompt.sequence.voice(), 0, output).as_bytes());
-    let mut blocks = Vec::new();
-    continue_bytes(
-        &prompt.root,
-        prompt.chain.last().copied(),
-        &bytes,
-        BLOCK_TOKENS as usize * TOKEN_BYTES,
-        &mut blocks,
-    );
-    blocks
 }

@@ -10,8 +10,8 @@ mod tests;
 
 use std::sync::Arc;
 
-use state::ids::BlockHash;
-use state::prefix::{BlockHasher, ChainRoot, Scope, chain_bytes, matchable_blocks};
+use api::prompt::{BlockUnit, ChainTail, PromptIdentity, ReplyShape};
+use state::prefix::{BlockHasher, Scope, chain_bytes, matchable_blocks};
 
 use super::events::Micros;
 use super::plan::BLOCK_TOKENS;
@@ -69,16 +69,10 @@ pub struct SimArrival {
 /// A prompt with its identity on both sides.
 #[derive(Debug, Clone)]
 pub struct SimPrompt {
-    /// The router's blocks.
-    pub chain: Arc<[BlockHash]>,
-    /// How many of them an engine can have.
-    pub matchable: u32,
+    /// As the router sees it.
+    pub identity: PromptIdentity,
     /// Tokens.
     pub tokens: u32,
-    /// Seed of the chain.
-    pub root: ChainRoot,
-    /// Bytes behind the last full block.
-    pub tail: Vec<u8>,
     /// As the engine sees it.
     pub sequence: Sequence,
 }
@@ -120,11 +114,21 @@ impl SimPrompt {
         let matchable = matchable_blocks(text.len() as u64, scope.block_size);
         let sequence = Sequence::new(text, "", BLOCK_TOKENS, 0);
         Self {
-            matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
+            identity: PromptIdentity {
+                root,
+                tokens: sequence.prompt_tokens(),
+                matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
+                unit: BlockUnit::Characters,
+                tail: ChainTail {
+                    bytes: text[chain.len() * block_bytes..].to_vec(),
+                    block_bytes,
+                    reply: ReplyShape::Continuation,
+                    tokens_per_block: BLOCK_TOKENS,
+                    ..ChainTail::default()
+                },
+                chain: chain.into(),
+            },
             tokens: sequence.prompt_tokens(),
-            root,
-            tail: text[chain.len() * block_bytes..].to_vec(),
-            chain: chain.into(),
             sequence,
         }
     }

@@ -1,5 +1,7 @@
 //! Workloads: that they have the shape they are named for.
 
+use state::ids::BlockHash;
+
 use super::*;
 
 fn second(mix: &Mix) -> Vec<usize> {
@@ -14,11 +16,11 @@ fn second(mix: &Mix) -> Vec<usize> {
 #[test]
 fn groups_share_their_beginning_and_nothing_behind_it() {
     let workload = Mix::shared_prefix().generate(1);
-    let first = &workload.arrivals[0].prompt.chain;
+    let first = &workload.arrivals[0].prompt.identity.chain;
     let shared = |chain: &[BlockHash]| first.iter().zip(chain).take_while(|(a, b)| a == b).count();
     let lengths: Vec<usize> = workload.arrivals[1..]
         .iter()
-        .map(|sent| shared(&sent.prompt.chain))
+        .map(|sent| shared(&sent.prompt.identity.chain))
         .collect();
     assert!(
         lengths.iter().all(|length| *length == 0 || *length == 64),
@@ -30,19 +32,19 @@ fn groups_share_their_beginning_and_nothing_behind_it() {
 #[test]
 fn templates_share_their_first_blocks_with_everybody() {
     let workload = Mix::templated().generate(1);
-    let first = workload.arrivals[0].prompt.chain[7];
+    let first = workload.arrivals[0].prompt.identity.chain[7];
     assert!(
         workload
             .arrivals
             .iter()
-            .all(|sent| sent.prompt.chain[7] == first)
+            .all(|sent| sent.prompt.identity.chain[7] == first)
     );
 }
 
 #[test]
 fn one_group_is_hot() {
     let workload = Mix::one_hot().generate(1);
-    let first = |sent: &SimArrival| sent.prompt.chain[0];
+    let first = |sent: &SimArrival| sent.prompt.identity.chain[0];
     let mut counts = std::collections::BTreeMap::new();
     for sent in &workload.arrivals {
         *counts.entry(first(sent)).or_insert(0_usize) += 1;

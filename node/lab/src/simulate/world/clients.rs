@@ -1,5 +1,7 @@
 //! Clients who do not wait for ever: they leave, they are refused, and they try again.
 
+use api::routing::AttemptEnd;
+
 use super::{Micros, RequestStage, SimEvent, SimWorld};
 use crate::simulate::replica::EngineUsage;
 
@@ -50,8 +52,8 @@ impl SimWorld<'_> {
                 self.tally.kept(user, rest);
                 self.engines[usize::from(flight.backend.slot.0)].abort(request);
                 let here = &mut self.places[place];
-                let priced = here.replica.end(*flight, &asked.prompt, &told);
-                here.lobby.priced(priced);
+                let left = AttemptEnd::ClientLeft;
+                here.replica.end(*flight, &asked.prompt, &told, left);
             }
         }
         self.changed(place);
@@ -126,8 +128,7 @@ impl SimWorld<'_> {
     }
 
     fn waits_no_more(&mut self, place: usize, user: usize) {
-        let name = &self.workload.users[user].name;
-        self.places[place].replica.unqueued(name);
+        self.places[place].replica.end_wait(self.keys[user]);
         self.tally.service.waits_no_more(user);
     }
 

@@ -32,11 +32,13 @@ impl SimWorld<'_> {
 
     fn plan_flush(&mut self, place: usize) {
         let here = &mut self.places[place];
-        if here.is_flush_planned || !here.replica.wants_flush() {
+        let outbox = here.replica.outbox();
+        if here.is_flush_planned || outbox.is_outstanding() || outbox.is_empty() {
             return;
         }
+        let is_full = outbox.is_full();
         here.is_flush_planned = true;
-        let at = if here.replica.outbox.is_full() {
+        let at = if is_full {
             self.now
         } else {
             self.now.max(here.last_flush + self.plan.flush)
@@ -109,15 +111,14 @@ impl SimWorld<'_> {
             return; // An earlier one took its place.
         }
         let replica = &mut here.replica;
-        let instant = replica.instant(self.now);
-        let due = replica.reporter.due(&replica.load, instant);
+        let due = replica.due_report(self.now);
         let backlog = here.lobby.backlog(self.now, &replica.counters());
         let is_news = due.is_some() || backlog != here.last_backlog;
         here.last_backlog = backlog;
         here.next_report = Micros::MAX;
         // Peers forget what runs or waits here unless they are told again.
         let registry = replica.state.view().registry();
-        let runs = |backend: &Backend| replica.load.here(backend.handle).running > 0;
+        let runs = |backend: &Backend| replica.load().here(backend.handle).running > 0;
         let is_busy = backlog.is_some() || registry.backends.iter().any(runs);
         if is_busy {
             here.next_report = self.now + micros(KEEPALIVE);
@@ -149,7 +150,7 @@ impl SimWorld<'_> {
         let from = id_of(from);
         if let Some(report) = report {
             here.replica
-                .load
+                .load()
                 .merge_report(from, report, here.replica.instant(self.now))
                 .expect("a report that a load table made");
         }

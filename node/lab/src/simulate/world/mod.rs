@@ -22,7 +22,7 @@ use super::engine::{ProbedFigures, SimEngine};
 use super::events::{EventQueue, Micros};
 use super::lobby::SimQueue;
 use super::plan::{EngineModel, SimPlan};
-use super::replica::{self, InFlight, SimReplica, setup, state_of};
+use super::replica::{self, InFlight, SimReplica, SimSender, setup, state_of};
 use super::service::ServiceAccounts;
 use super::tally::SimTally;
 use super::workload::{HASH_SEED, MODEL, SimPrompt, SimWorkload};
@@ -173,6 +173,7 @@ pub struct SimWorld<'a> {
     plan: &'a SimPlan,
     workload: &'a SimWorkload,
     keys: Vec<UserKey>,
+    senders: Vec<SimSender>,
     now: Micros,
     events: EventQueue<SimEvent>,
     engines: Vec<SimEngine>,
@@ -214,9 +215,11 @@ impl<'a> SimWorld<'a> {
         let place = |id| ReplicaPlace::new(id, 1, state_of(&setup), plan, &run);
         let weights = workload.users.iter().map(|user| user.weight_milli);
         let service = ServiceAccounts::new(plan.prices, weights);
-        let names = workload.users.iter().map(|user| user.name.as_str());
+        let names = || workload.users.iter().map(|user| user.name.as_str());
+        let sender = |(number, name): (usize, &str)| SimSender::new(name, number);
         Self {
-            keys: names.map(|name| user_key(HASH_SEED, name)).collect(),
+            keys: names().map(|name| user_key(HASH_SEED, name)).collect(),
+            senders: names().enumerate().map(sender).collect(),
             now: 0,
             events: EventQueue::default(),
             engines: (0..plan.backends)
@@ -324,9 +327,16 @@ impl<'a> SimWorld<'a> {
     fn probe(&mut self) {
         self.probed = self.engines.iter().map(SimEngine::figures).collect();
         let adapts = self.plan.admission.concurrency == Concurrency::Adaptive;
-        if adapts || self.plan.learn {
-            for place in 0..self.places.len() {
-                self.places[place].replica.tell_samples();
+        let learns = adapts || self.plan.learn;
+        let wants_outputs = self.plan.admission.wants_outputs();
+        for place in 0..self.places.len() {
+            let replica = &self.places[place].replica;
+            replica.probed(|slot| self.probed[usize::from(slot.0)]);
+            if learns {
+                replica.tell_samples(self.now);
+            }
+            replica.tell_lengths();
+            if learns || wants_outputs {
                 self.changed(place);
             }
         }
@@ -412,8 +422,11 @@ impl<'a> SimWorld<'a> {
             if let Err(broken) = replica.state.check() {
                 faults.push(format!("replica {id}: {broken}"));
             }
-            if !replica.outbox.is_empty() || replica.outbox.outstanding().is_some() {
+            if !replica.outbox().is_empty() || replica.outbox().is_outstanding() {
                 faults.push(format!("replica {id}: outbox is not empty"));
+            }
+            if !replica.is_overlay_empty() {
+                faults.push(format!("replica {id}: overlay is not empty"));
             }
             if !lobby.is_empty() {
                 faults.push(format!("replica {id}: requests wait"));

@@ -85,5 +85,7 @@ impl SimWorld<'_> {
             last_flush: self.now,
             ..ReplicaPlace::new(id, session, state, self.plan, &self.run)
         };
+        let replica = &self.places[place].replica;
+        replica.probed(|slot| self.probed[usize::from(slot.0)]);
     }
 }

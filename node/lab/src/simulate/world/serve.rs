@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
+use api::routing::AttemptEnd;
 use state::admission::{Batching, QueueRejection, QueuedRequest};
-use state::ids::Ticket;
+use state::ids::{Slot, Ticket};
 
 use super::{Micros, ReplicaPlace, RequestStage, RequestState, SimEvent, SimWorld};
 use crate::simulate::clock::unix_ms;
 use crate::simulate::engine::ServedStep;
 use crate::simulate::lobby::{NextAdmission, WaitingRequest};
 use crate::simulate::plan::{BLOCK_TOKENS, EngineModel};
-use crate::simulate::replica::{EngineUsage, SimDispatch, SimRequest};
+use crate::simulate::replica::EngineUsage;
 use crate::simulate::workload::SimPrompt;
 
 impl SimWorld<'_> {
@@ -122,9 +123,8 @@ impl SimWorld<'_> {
             }
             Err(QueueRejection::Full) => return self.turn_away(request, drain_ms),
         }
-        self.places[place]
-            .replica
-            .queued(&self.workload.users[user].name);
+        let payer = self.places[place].replica.begin_wait(&self.senders[user]);
+        debug_assert_eq!(payer, self.keys[user], "few users are charged");
         self.tally.service.waits(user);
         self.changed(place);
         self.pump(place);
@@ -134,7 +134,8 @@ impl SimWorld<'_> {
     fn guest(&self, place: usize, request: usize) -> WaitingRequest {
         let asked = &self.requests[request];
         let replica = &self.places[place].replica;
-        let matched_blocks = replica.longest_match(&asked.prompt);
+        let ask = replica.request(request, &asked.prompt, &self.senders[asked.user]);
+        let matched_blocks = replica.best_match(&ask);
         let cached = matched_blocks * BLOCK_TOKENS;
         WaitingRequest {
             request,
@@ -167,7 +168,7 @@ impl SimWorld<'_> {
         while !self.places[place].lobby.is_empty() {
             let has_room = self.has_room(place);
             let ReplicaPlace { replica, lobby, .. } = &mut self.places[place];
-            let turn = lobby.next(self.now, &replica.counters(), has_room);
+            let turn = lobby.next(self.now, replica, has_room);
             match turn {
                 NextAdmission::Go(request) => self.send(place, request, true),
                 NextAdmission::Held(after) => {
@@ -188,13 +189,14 @@ impl SimWorld<'_> {
         let registry = self.places[place].replica.state.view().registry();
         for backend in &registry.backends {
             let here = &mut self.places[place];
-            let instant = here.replica.instant(self.now);
-            if here.replica.load.cluster(backend.handle, instant).running > 0 {
+            if here.replica.running_at(backend.handle, self.now) > 0 {
                 continue;
             }
             let engine = usize::from(backend.handle.slot.0);
-            for request in here.lobby.form_batch(self.now, times.batch_max) {
-                self.hand_over(place, request, true, Some(engine));
+            let limit = here.replica.limit(backend.handle).unwrap_or(u32::MAX);
+            let requests = times.batch_max.min(limit);
+            for request in here.lobby.form_batch(self.now, requests) {
+                self.hand_over(place, request, true, Some(backend.handle.slot));
             }
             self.begin_step(engine);
         }
@@ -221,12 +223,10 @@ impl SimWorld<'_> {
 
     fn has_room(&self, place: usize) -> bool {
         let replica = &self.places[place].replica;
-        let instant = replica.instant(self.now);
         let registry = replica.state.view().registry();
         registry.backends.iter().any(|backend| {
-            replica
-                .limit(backend.handle)
-                .is_none_or(|limit| replica.load.cluster(backend.handle, instant).running < limit)
+            let limit = replica.limit(backend.handle);
+            limit.is_none_or(|limit| replica.running_at(backend.handle, self.now) < limit)
         })
     }
 
@@ -241,35 +241,19 @@ impl SimWorld<'_> {
         place: usize,
         request: usize,
         was_queued: bool,
-        only: Option<usize>,
+        only: Option<Slot>,
     ) -> usize {
         let asked = &mut self.requests[request];
-        let ask = SimRequest {
-            number: request,
-            prompt: &asked.prompt,
-            user: self.keys[asked.user],
-        };
-        let replica = &mut self.places[place].replica;
-        let view = replica.state.view();
+        let replica = &self.places[place].replica;
+        let ask = replica.request(request, &asked.prompt, &self.senders[asked.user]);
         let decision = replica
-            .decide(
-                &ask,
-                &self.probed,
-                self.now,
-                |backend, running| match only {
-                    Some(engine) => usize::from(backend.slot.0) == engine,
-                    None => view.limit(backend.slot).is_none_or(|limit| running < limit),
-                },
-            )
+            .decide(&ask, only, self.now)
             .expect("room was there a moment ago");
-        let sending = SimDispatch {
-            user: &self.workload.users[asked.user].name,
-            order: self.plan.admission.order,
-            predicted_output: asked.predicted_output,
-            was_queued,
-            at: self.now,
-        };
-        let flight = replica.dispatch(&ask, decision, &sending);
+        let tokens_max = self.plan.oracle.then_some(asked.output_tokens);
+        let flight = replica.dispatch(&ask, &decision, tokens_max, self.now);
+        if was_queued {
+            replica.end_wait(self.keys[asked.user]);
+        }
         let engine = usize::from(decision.backend.slot.0);
         if was_queued {
             self.tally.service.waits_no_more(asked.user);
@@ -307,14 +291,14 @@ impl SimWorld<'_> {
         let RequestStage::Running(flight) = &mut request.stage else {
             return; // Cut off, and sent again since.
         };
-        let ReplicaPlace { replica, lobby, .. } = &mut self.places[place];
+        let replica = &self.places[place].replica;
         let (user, prompt) = (request.user, Arc::clone(&request.prompt));
         let told = EngineUsage {
             at: self.now,
             output: served.output_tokens,
             cached: served.cached_tokens,
         };
-        lobby.priced(replica.served(flight, &prompt, &told));
+        replica.served(flight, &prompt, &told);
         let mut uncached = 0;
         if !request.has_first_token {
             request.has_first_token = true;
@@ -342,11 +326,8 @@ impl SimWorld<'_> {
             return;
         };
         let (user, took): (usize, Micros) = (asked.user, self.now - asked.arrived);
-        let ReplicaPlace { replica, lobby, .. } = &mut self.places[place];
-        lobby.priced(replica.end(*flight, &asked.prompt, told));
-        if self.plan.admission.wants_outputs() {
-            replica.tell_length(self.keys[user], told.output);
-        }
+        let replica = &self.places[place].replica;
+        replica.end(*flight, &asked.prompt, told, AttemptEnd::Finished);
         self.tally.ended(self.now, took, engine);
         self.close(user);
         self.sends_one(user);
