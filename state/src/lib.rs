@@ -26,6 +26,7 @@ pub mod readers;
 mod reject;
 pub mod service;
 mod settings;
+pub mod shares;
 pub mod users;
 mod validate;
 pub mod view;

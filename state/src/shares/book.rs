@@ -1,0 +1,344 @@
+//! One replica's shares of all limits, and what it knows of those of others.
+
+use std::collections::BTreeMap;
+
+use super::members::{Members, epoch_of};
+use super::split::{Standing, Transfer, apportion, split, transfers};
+use super::{Demand, Epoch, PlaceReport, RECENT_MS, Run, SILENT_MS, ShareReport};
+use crate::ids::{BackendRef, ReplicaId, SessionId};
+
+/// One backend's limit as this replica divides it.
+#[derive(Debug, Clone, Default)]
+struct LimitShare {
+    /// `None`: not limited at present. What was handed over is kept: it stands in others' sums.
+    limit: Option<u32>,
+    /// Since the epoch began.
+    given: BTreeMap<ReplicaId, u64>,
+    /// The most that may run before all members are known to be in this epoch; `None`: the share.
+    cap: Option<u32>,
+    demand: Demand,
+    /// Requests started at the last look, in all.
+    started: u64,
+    /// Of these, in the present stretch of [`RECENT_MS`].
+    started_now: u32,
+    /// In the one before.
+    started_before: u32,
+}
+
+/// What there is to do at one backend.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Plan {
+    /// Places to hand over, by replica.
+    pub gifts: Vec<(ReplicaId, u32)>,
+    /// Whether a place that falls free here is to be handed over.
+    pub is_owing: bool,
+}
+
+/// One replica's shares.
+#[derive(Debug, Clone)]
+pub struct ShareBook {
+    me: ReplicaId,
+    run: Run,
+    number: u64,
+    members: Members,
+    /// The other members of the epoch.
+    others: BTreeMap<ReplicaId, Run>,
+    epoch: Epoch,
+    /// Since when caps hold; `None`: there are none.
+    capped_ms: Option<u64>,
+    /// Whether replicas of the cluster were looked for.
+    is_expecting: bool,
+    recent_since_ms: u64,
+    backends: BTreeMap<BackendRef, LimitShare>,
+}
+
+impl ShareBook {
+    /// The book of a replica that has heard nobody.
+    #[must_use]
+    pub fn new(me: ReplicaId, session: SessionId) -> Self {
+        let run = Run {
+            session,
+            generation: 0,
+        };
+        Self {
+            me,
+            run,
+            number: 0,
+            members: Members::default(),
+            others: BTreeMap::new(),
+            epoch: epoch_of(&BTreeMap::from([(me, run)])),
+            capped_ms: None,
+            is_expecting: false,
+            recent_since_ms: 0,
+            backends: BTreeMap::new(),
+        }
+    }
+
+    /// Takes in that it is `now_ms`, and that `expected` are the other replicas of the cluster that
+    /// can tell of shares. Whoever starts among others waits to hear them before it uses its share.
+    pub fn pass(&mut self, now_ms: u64, expected: &[ReplicaId]) {
+        self.members.pass(now_ms, expected);
+        if !self.is_expecting && !expected.is_empty() {
+            self.cap();
+        }
+        self.is_expecting = !expected.is_empty();
+        self.follow_members(None);
+        self.members.forget_silent();
+        self.release();
+        if self.members.awake_ms() - self.recent_since_ms >= RECENT_MS {
+            self.recent_since_ms = self.members.awake_ms();
+            for share in self.backends.values_mut() {
+                share.started_before = std::mem::take(&mut share.started_now);
+            }
+        }
+    }
+
+    /// Takes in a peer's report. Answers whether it is news: not one that was overtaken.
+    pub fn hear(&mut self, peer: ReplicaId, report: ShareReport) -> bool {
+        if peer == self.me || self.members.is_late(peer, &report) {
+            return false;
+        }
+        self.follow_members(Some((peer, &report)));
+        self.members.hear(peer, report);
+        self.release();
+        true
+    }
+
+    /// Takes in which backends there are and their limits: what is left out is gone.
+    pub fn set_limits(&mut self, limits: &BTreeMap<BackendRef, Option<u32>>) {
+        self.backends
+            .retain(|backend, _| limits.contains_key(backend));
+        for (backend, limit) in limits {
+            self.set_limit(*backend, *limit);
+        }
+    }
+
+    /// Takes in one backend's limit.
+    pub fn set_limit(&mut self, backend: BackendRef, limit: Option<u32>) {
+        if limit.is_none() && !self.backends.contains_key(&backend) {
+            return;
+        }
+        let cap = self.capped_ms.map(|_| 0);
+        let new = || LimitShare {
+            cap,
+            ..LimitShare::default()
+        };
+        self.backends.entry(backend).or_insert_with(new).limit = limit;
+    }
+
+    /// Takes in what this replica needs of a backend: `running` and `waiting` now, for `waited_ms`,
+    /// and `started` requests since the replica began.
+    pub fn set_demand(&mut self, backend: BackendRef, demand: Demand, started: u64) {
+        let Some(share) = self.backends.get_mut(&backend) else {
+            return;
+        };
+        let new = started.saturating_sub(share.started);
+        share.started = started;
+        share.started_now = share
+            .started_now
+            .saturating_add(u32::try_from(new).unwrap_or(u32::MAX));
+        share.demand = Demand {
+            recent: share.started_now.saturating_add(share.started_before),
+            ..demand
+        };
+    }
+
+    /// The limited backends.
+    pub fn backends(&self) -> impl Iterator<Item = BackendRef> {
+        let limited = self.backends.iter().filter(|(_, it)| it.limit.is_some());
+        limited.map(|(backend, _)| *backend)
+    }
+
+    /// How many requests may run at a backend from here; `None`: no limit is known.
+    #[must_use]
+    pub fn allowed(&self, backend: BackendRef) -> Option<u32> {
+        let share = self.backends.get(&backend)?;
+        let places = self.share_of(backend, share.limit?, self.me);
+        let places = u32::try_from(places.max(0)).unwrap_or(u32::MAX);
+        Some(share.cap.map_or(places, |cap| cap.min(places)))
+    }
+
+    /// This replica's places at a backend, as the epoch divides them: below zero after a limit fell
+    /// under what was handed over. `None`: no limit is known.
+    #[must_use]
+    pub fn share(&self, backend: BackendRef) -> Option<i64> {
+        let limit = self.backends.get(&backend)?.limit?;
+        Some(self.share_of(backend, limit, self.me))
+    }
+
+    /// The even part of the limit, plus what is known to be received, less what was handed over.
+    fn share_of(&self, backend: BackendRef, limit: u32, replica: ReplicaId) -> i64 {
+        let members = self.members();
+        let Ok(place) = members.binary_search(&replica) else {
+            return 0;
+        };
+        let turn = usize::from(backend.slot.0);
+        let base = apportion(i64::from(limit), &vec![1; members.len()], turn)[place];
+        let own = self.backends.get(&backend).map(|it| &it.given);
+        let own_to = |to: &ReplicaId| own.and_then(|it| it.get(to)).copied().unwrap_or(0);
+        let own_total = || own.map_or(0, |it| it.values().sum::<u64>());
+        let mut received = if replica == self.me {
+            0
+        } else {
+            own_to(&replica)
+        };
+        let mut given = if replica == self.me { own_total() } else { 0 };
+        for (id, report) in self.in_epoch() {
+            let Some(place) = report.place(backend) else {
+                continue;
+            };
+            received += place.given_to(replica);
+            if id == replica {
+                given = place.given.iter().map(|(_, places)| *places).sum();
+            }
+        }
+        let signed = |places: u64| i64::try_from(places).unwrap_or(i64::MAX);
+        base.saturating_add(signed(received))
+            .saturating_sub(signed(given))
+    }
+
+    fn members(&self) -> Vec<ReplicaId> {
+        let mut members: Vec<ReplicaId> = self.others.keys().copied().collect();
+        let at = members.partition_point(|id| *id < self.me);
+        members.insert(at, self.me);
+        members
+    }
+
+    /// Reports of members that are in the same epoch.
+    fn in_epoch(&self) -> impl Iterator<Item = (ReplicaId, &ShareReport)> {
+        let heard = self.members.heard();
+        heard.filter(|(_, report)| report.epoch == self.epoch)
+    }
+
+    /// What to hand over. If `is_whole`, places of a backend that nobody uses are gathered at one
+    /// replica. A plan says what would be right; [`ShareBook::give`] does it.
+    #[must_use]
+    pub fn plan(&self, backend: BackendRef, is_whole: bool) -> Plan {
+        let (Some(own), Some(share)) = (self.backends.get(&backend), self.share(backend)) else {
+            return Plan::default();
+        };
+        let limit = own.limit.unwrap_or_default();
+        let mut standings = vec![Standing {
+            replica: self.me,
+            share,
+            demand: own.demand,
+        }];
+        // Who does not hear this replica would not get what it is given.
+        let peers = self.in_epoch().filter(|(_, it)| it.has_heard(self.me));
+        standings.extend(peers.map(|(replica, report)| {
+            Standing {
+                replica,
+                share: self.share_of(backend, limit, replica),
+                demand: report
+                    .place(backend)
+                    .map_or_else(Demand::default, |it| it.demand),
+            }
+        }));
+        if standings.len() == 1 {
+            return Plan::default();
+        }
+        standings.sort_unstable_by_key(|it| it.replica);
+        let me = standings.partition_point(|it| it.replica < self.me);
+        let places: i64 = standings.iter().map(|it| it.share).sum();
+        let turn = usize::from(backend.slot.0);
+        let split = split(places.max(0), &standings, turn, is_whole);
+        let own_gifts = transfers(&standings, &split.targets)
+            .into_iter()
+            .filter(|it| it.from == me);
+        let gift = |it: Transfer| {
+            let places = u32::try_from(it.places).unwrap_or(u32::MAX);
+            (standings[it.to].replica, places)
+        };
+        let running = i64::from(own.demand.running);
+        let is_over = |it: &Standing| i64::from(it.demand.running) > it.share;
+        let mut peers = standings.iter().filter(|it| it.replica != self.me);
+        Plan {
+            gifts: own_gifts.map(gift).collect(),
+            is_owing: peers.any(is_over) || split.fair.is_some_and(|fair| running > fair[me]),
+        }
+    }
+
+    /// Hands places over. The caller has made sure that this replica does not use them.
+    pub fn give(&mut self, backend: BackendRef, to: ReplicaId, places: u32) {
+        if let Some(share) = self.backends.get_mut(&backend) {
+            *share.given.entry(to).or_default() += u64::from(places);
+        }
+    }
+
+    /// What the others are told.
+    pub fn report(&mut self) -> ShareReport {
+        self.number += 1;
+        let places = self.backends.iter().map(|(backend, share)| PlaceReport {
+            backend: *backend,
+            demand: share.demand,
+            given: share.given.iter().map(|(to, it)| (*to, *it)).collect(),
+        });
+        let is_told = |it: &PlaceReport| it.demand != Demand::default() || !it.given.is_empty();
+        ShareReport {
+            run: self.run,
+            number: self.number,
+            epoch: self.epoch,
+            heard: self.members.heard().map(|(id, it)| (id, it.run)).collect(),
+            places: places.filter(is_told).collect(),
+        }
+    }
+
+    /// The epoch this replica is in.
+    #[must_use]
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Whether this replica has not heard yet that all members are in its epoch.
+    #[must_use]
+    pub fn is_unsettled(&self) -> bool {
+        self.capped_ms.is_some()
+    }
+
+    /// Begins another epoch if the members are others than before. `next` is about to be heard.
+    fn follow_members(&mut self, next: Option<(ReplicaId, &ShareReport)>) {
+        let others = self.members.others(self.me, next);
+        if others == self.others {
+            return;
+        }
+        // What it had in the epoch that ends, so before anything of the next one is known.
+        self.cap();
+        let sessions = |members: &BTreeMap<ReplicaId, Run>| -> Vec<(ReplicaId, SessionId)> {
+            members.iter().map(|(id, run)| (*id, run.session)).collect()
+        };
+        if sessions(&others) != sessions(&self.others) {
+            self.run.generation += 1;
+        }
+        self.others = others;
+        let mut members = self.others.clone();
+        members.insert(self.me, self.run);
+        self.epoch = epoch_of(&members);
+        for share in self.backends.values_mut() {
+            share.given.clear();
+        }
+    }
+
+    /// From here on no more runs than could until now.
+    fn cap(&mut self) {
+        let allowed: Vec<Option<u32>> = self
+            .backends
+            .keys()
+            .map(|backend| self.allowed(*backend))
+            .collect();
+        for (share, allowed) in self.backends.values_mut().zip(allowed) {
+            share.cap = allowed.or(share.cap);
+        }
+        self.capped_ms.get_or_insert(self.members.awake_ms());
+    }
+
+    /// Lifts the caps once all members are in this epoch, or have had the time for it.
+    fn release(&mut self) {
+        let Some(since) = self.capped_ms else { return };
+        let is_over = self.members.awake_ms().saturating_sub(since) > SILENT_MS;
+        let agreed = self.in_epoch().count() == self.others.len();
+        if is_over || (agreed && !self.members.lacks_any()) {
+            self.capped_ms = None;
+            self.backends.values_mut().for_each(|it| it.cap = None);
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Who should hold how many places of a backend, and who hands them to whom.
+//!
+//! All of it are functions of what replicas told each other, so that replicas which know the same
+//! arrive at the same transfers: several with places to spare do not all serve the same need.
+
+use std::cmp::Reverse;
+
+use super::Demand;
+use crate::ids::ReplicaId;
+
+/// One replica at one backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Standing {
+    pub(super) replica: ReplicaId,
+    /// Its share; below zero after a limit fell under what was handed over before.
+    pub(super) share: i64,
+    pub(super) demand: Demand,
+}
+
+/// Who should hold how much.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Split {
+    /// By replica: what it should hold now, what runs there included.
+    pub(super) targets: Vec<i64>,
+    /// By replica: what it should run. Who runs more hands over the next place that falls free.
+    pub(super) fair: Option<Vec<i64>>,
+}
+
+/// A number of places from one replica, by its index, to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Transfer {
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) places: i64,
+}
+
+/// Splits `total` in proportion to `weights` by largest remainders. Among equal remainders the
+/// order begins at `turn`. Without any weight all weigh the same.
+pub(super) fn apportion(total: i64, weights: &[i64], turn: usize) -> Vec<i64> {
+    let sum: i128 = weights.iter().map(|it| i128::from(*it)).sum();
+    if sum == 0 {
+        return match weights.len() {
+            0 => Vec::new(),
+            len => apportion(total, &vec![1; len], turn),
+        };
+    }
+    let len = weights.len();
+    let quota = |weight: &i64| i128::from(total) * i128::from(*weight);
+    let mut parts: Vec<i64> = weights
+        .iter()
+        .map(|weight| i64::try_from(quota(weight) / sum).unwrap_or(i64::MAX))
+        .collect();
+    let left = total - parts.iter().sum::<i64>();
+    let mut order: Vec<usize> = (0..len).collect();
+    order.sort_by_key(|&at| {
+        let place = (at + len - turn % len) % len;
+        (Reverse(quota(&weights[at]) % sum), place)
+    });
+    for at in order.into_iter().take(usize::try_from(left).unwrap_or(0)) {
+        parts[at] += 1;
+    }
+    parts
+}
+
+/// Splits `places` among replicas. `turn` says who gets what cannot be split evenly; if `is_whole`,
+/// one replica gets all that nobody else uses.
+pub(super) fn split(places: i64, standings: &[Standing], turn: usize, is_whole: bool) -> Split {
+    let running = |it: &Standing| i64::from(it.demand.running);
+    let waiting = |it: &Standing| i64::from(it.demand.waiting);
+    let runs: Vec<i64> = standings.iter().map(running).collect();
+    let free = (places - runs.iter().sum::<i64>()).max(0);
+    let waits: i64 = standings.iter().map(waiting).sum();
+    if is_whole {
+        let mut targets = runs;
+        if let Some(at) = batcher(standings) {
+            targets[at] += free;
+        }
+        return Split {
+            targets,
+            fair: None,
+        };
+    }
+    if waits > free {
+        let fair = fair(places, standings, turn);
+        let mut targets = runs;
+        let mut left = free;
+        for at in by_wait(standings) {
+            let more = (fair[at] - targets[at]).clamp(0, left);
+            targets[at] += more;
+            left -= more;
+        }
+        return Split {
+            targets,
+            fair: Some(fair),
+        };
+    }
+    let spare = spread(free - waits, standings, turn);
+    let targets = standings.iter().zip(spare);
+    Split {
+        targets: targets
+            .map(|(it, spare)| running(it) + waiting(it) + spare)
+            .collect(),
+        fair: None,
+    }
+}
+
+/// Splits places that nobody needs yet: one for each if there are enough, the rest by how many
+/// requests each has started lately.
+fn spread(spare: i64, standings: &[Standing], turn: usize) -> Vec<i64> {
+    let len = i64::try_from(standings.len()).unwrap_or(i64::MAX);
+    let each = i64::from(spare >= len);
+    let recent = |it: &Standing| i64::from(it.demand.recent) + 1;
+    let weights: Vec<i64> = standings.iter().map(recent).collect();
+    let mut parts = apportion(spare - each * len, &weights, turn);
+    parts.iter_mut().for_each(|part| *part += each);
+    parts
+}
+
+/// What each should run when more requests wait than there are places: one for each replica that
+/// wants any, the rest in proportion to what runs and waits there. If there are fewer places than
+/// that, they go round among those that run nothing, the longest wait first.
+fn fair(places: i64, standings: &[Standing], turn: usize) -> Vec<i64> {
+    let demand = |it: &Standing| i64::from(it.demand.running) + i64::from(it.demand.waiting);
+    let demands: Vec<i64> = standings.iter().map(demand).collect();
+    let wanting = demands.iter().filter(|it| **it > 0).count();
+    let wanting = i64::try_from(wanting).unwrap_or(i64::MAX);
+    if wanting <= places {
+        let beyond: Vec<i64> = demands.iter().map(|it| (it - 1).max(0)).collect();
+        let rest = apportion(places - wanting, &beyond, turn);
+        let first = demands.iter().map(|it| i64::from(*it > 0));
+        return first.zip(rest).map(|(first, rest)| first + rest).collect();
+    }
+    let mut parts = vec![0; standings.len()];
+    let idle = |at: &usize| standings[*at].demand.running == 0;
+    let (first, then): (Vec<usize>, Vec<usize>) = by_wait(standings).into_iter().partition(idle);
+    let count = usize::try_from(places).unwrap_or(0);
+    for at in first.into_iter().chain(then).take(count) {
+        parts[at] = 1;
+    }
+    parts
+}
+
+/// Those with requests waiting, the longest wait first.
+fn by_wait(standings: &[Standing]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..standings.len())
+        .filter(|at| standings[*at].demand.waiting > 0)
+        .collect();
+    order.sort_by_key(|at| Reverse(standings[*at].demand.waited_ms));
+    order
+}
+
+/// Whose batch is next: of the replica that runs one, else where a request has waited longest.
+/// `None`: nobody wants the backend.
+fn batcher(standings: &[Standing]) -> Option<usize> {
+    let mut busy = (0..standings.len()).filter(|at| standings[*at].demand.running > 0);
+    let holder = busy.next();
+    holder.or_else(|| by_wait(standings).first().copied())
+}
+
+/// Who hands how much to whom, so that all come nearer to their targets: what is needed now before
+/// what might be. Nobody hands over what it uses.
+pub(super) fn transfers(standings: &[Standing], targets: &[i64]) -> Vec<Transfer> {
+    let lacks = |at: usize| targets[at] - standings[at].share;
+    let is_needed = |at: &usize| {
+        let it = &standings[*at];
+        it.demand.waiting > 0 || it.share < i64::from(it.demand.running)
+    };
+    let mut takers: Vec<usize> = (0..standings.len()).filter(|at| lacks(*at) > 0).collect();
+    takers.sort_by_key(|at| !is_needed(at));
+    let mut takers = takers.into_iter().map(|at| (at, lacks(at)));
+    let mut transfers = Vec::new();
+    let mut taker = takers.next();
+    for from in 0..standings.len() {
+        let spare = standings[from].share - targets[from].max(0);
+        let mut spare = spare.max(0);
+        while let Some((to, lack)) = taker.filter(|_| spare > 0) {
+            let places = spare.min(lack);
+            transfers.push(Transfer { from, to, places });
+            spare -= places;
+            taker = if places < lack {
+                Some((to, lack - places))
+            } else {
+                takers.next()
+            };
+        }
+    }
+    transfers
+}

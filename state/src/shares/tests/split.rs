@@ -1,0 +1,203 @@
+//! The arithmetic by itself.
+
+use proptest::prelude::*;
+
+use crate::ids::ReplicaId;
+use crate::shares::Demand;
+use crate::shares::split::{Standing, Transfer, apportion, split, transfers};
+
+/// Each of `(share, running, waiting, waited_ms)`.
+fn standings(all: &[(i64, u32, u32, u32)]) -> Vec<Standing> {
+    let standing = |(id, (share, running, waiting, waited_ms)): (u8, &(i64, u32, u32, u32))| {
+        let demand = Demand {
+            running: *running,
+            waiting: *waiting,
+            waited_ms: *waited_ms,
+            recent: 0,
+        };
+        Standing {
+            replica: ReplicaId(id),
+            share: *share,
+            demand,
+        }
+    };
+    (1..).zip(all).map(standing).collect()
+}
+
+/// What is handed over, as `(from, to, places)`.
+fn handed(all: &[(i64, u32, u32, u32)], is_whole: bool) -> Vec<(usize, usize, i64)> {
+    let standings = standings(all);
+    let places = standings.iter().map(|it| it.share).sum();
+    let split = split(places, &standings, 0, is_whole);
+    let moved = transfers(&standings, &split.targets);
+    let parts = |it: Transfer| (it.from + 1, it.to + 1, it.places);
+    moved.into_iter().map(parts).collect()
+}
+
+#[test]
+fn what_cannot_be_split_evenly_goes_round_with_the_turn() {
+    assert_eq!(apportion(6, &[1, 1, 1], 0), [2, 2, 2]);
+    assert_eq!(apportion(1, &[1, 1, 1], 0), [1, 0, 0]);
+    assert_eq!(apportion(1, &[1, 1, 1], 4), [0, 1, 0]);
+    assert_eq!(apportion(2, &[1, 1, 1], 2), [1, 0, 1]);
+    assert_eq!(apportion(10, &[1, 3, 0], 0), [3, 7, 0]);
+    assert_eq!(apportion(3, &[0, 0], 1), [1, 2]);
+    assert_eq!(apportion(3, &[], 0), [0; 0]);
+}
+
+#[test]
+fn free_places_go_where_requests_wait() {
+    assert_eq!(handed(&[(2, 2, 3, 5), (2, 0, 0, 0)], false), [(2, 1, 2)]);
+    let one_needs = [(1, 0, 0, 0), (1, 1, 1, 5), (1, 0, 0, 0)];
+    assert_eq!(
+        handed(&one_needs, false),
+        [(3, 2, 1)],
+        "several donors do not all give"
+    );
+}
+
+#[test]
+fn spare_places_are_spread_before_they_are_needed() {
+    assert_eq!(
+        handed(&[(9, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)], false),
+        [(1, 2, 3), (1, 3, 3)]
+    );
+    assert_eq!(
+        handed(&[(3, 0, 0, 0), (3, 1, 0, 0), (3, 2, 0, 0)], false),
+        [(1, 3, 1)]
+    );
+    let mut busy = standings(&[(3, 0, 0, 0), (3, 0, 0, 0)]);
+    busy[1].demand.recent = 99;
+    let split = split(6, &busy, 0, false);
+    assert_eq!(split.targets, [1, 5], "by what was started lately");
+}
+
+#[test]
+fn under_a_backlog_places_follow_what_runs_and_waits() {
+    let all = standings(&[(3, 3, 6, 9), (3, 3, 0, 0)]);
+    assert_eq!(split(6, &all, 0, false).fair, Some(vec![4, 2]));
+    let all = standings(&[(6, 6, 90, 9), (0, 0, 1, 1)]);
+    let fair = split(6, &all, 0, false).fair;
+    assert_eq!(fair, Some(vec![5, 1]), "nobody starves");
+    assert_eq!(
+        handed(&[(6, 5, 90, 9), (0, 0, 1, 1)], false),
+        [(1, 2, 1)],
+        "who runs its part hands over what falls free, though requests wait there"
+    );
+    assert_eq!(handed(&[(3, 3, 6, 9), (3, 3, 6, 9)], false), []);
+}
+
+#[test]
+fn too_few_places_go_round() {
+    let fair = |all| split(1, &standings(all), 0, false).fair;
+    assert_eq!(
+        fair(&[(1, 1, 5, 9), (0, 0, 5, 3), (0, 0, 5, 4)]),
+        Some(vec![0, 0, 1])
+    );
+    assert_eq!(
+        fair(&[(1, 0, 5, 9), (0, 0, 5, 3), (0, 1, 5, 4)]),
+        Some(vec![1, 0, 0])
+    );
+    assert_eq!(fair(&[(1, 1, 5, 9), (0, 0, 0, 0)]), Some(vec![1, 0]));
+}
+
+#[test]
+fn a_limit_that_fell_is_made_up_for_by_who_has_places() {
+    assert_eq!(handed(&[(1, 2, 0, 0), (1, 0, 0, 0)], false), [(2, 1, 1)]);
+    assert_eq!(
+        handed(&[(-1, 2, 9, 9), (2, 0, 9, 9)], false),
+        [(2, 1, 2)],
+        "before anything new starts"
+    );
+}
+
+#[test]
+fn a_batch_gets_all_places_of_an_idle_backend() {
+    let idle = [(2, 0, 4, 1), (2, 0, 4, 7), (2, 0, 0, 0)];
+    assert_eq!(handed(&idle, true), [(1, 2, 2), (3, 2, 2)]);
+    let begun = [(2, 0, 4, 9), (4, 4, 4, 7)];
+    assert_eq!(handed(&begun, true), [(1, 2, 2)], "to whose batch it is");
+    assert_eq!(handed(&[(2, 0, 0, 0), (4, 0, 0, 0)], true), []);
+}
+
+fn any_standings() -> impl Strategy<Value = Vec<Standing>> {
+    let one = (0..9_i64, 0..9_u32, 0..20_u32, 0..5_u32, 0..9_u32);
+    proptest::collection::vec(one, 1..6).prop_map(|all| {
+        let standing = |(id, (share, running, waiting, waited_ms, recent))| Standing {
+            replica: ReplicaId(id),
+            share,
+            demand: Demand {
+                running,
+                waiting,
+                waited_ms,
+                recent,
+            },
+        };
+        (1..).zip(all).map(standing).collect()
+    })
+}
+
+proptest! {
+    #[test]
+    fn nothing_is_handed_over_that_is_in_use_or_not_there(
+        all in any_standings(),
+        turn in 0..1024_usize,
+        is_whole in any::<bool>(),
+    ) {
+        let places: i64 = all.iter().map(|it| it.share).sum();
+        let split = split(places, &all, turn, is_whole);
+        let mut shares: Vec<i64> = all.iter().map(|it| it.share).collect();
+        for it in transfers(&all, &split.targets) {
+            prop_assert!(it.places > 0 && it.from != it.to);
+            shares[it.from] -= it.places;
+            shares[it.to] += it.places;
+            prop_assert!(shares[it.from] >= i64::from(all[it.from].demand.running));
+            prop_assert!(shares[it.to] <= split.targets[it.to]);
+        }
+        prop_assert_eq!(shares.iter().sum::<i64>(), places);
+    }
+
+    #[test]
+    fn the_targets_are_all_places_or_all_that_runs(
+        all in any_standings(),
+        turn in 0..1024_usize,
+    ) {
+        let places: i64 = all.iter().map(|it| it.share).sum();
+        let runs: i64 = all.iter().map(|it| i64::from(it.demand.running)).sum();
+        let split = split(places, &all, turn, false);
+        prop_assert_eq!(split.targets.iter().sum::<i64>(), places.max(runs));
+        if let Some(fair) = split.fair {
+            prop_assert_eq!(fair.iter().sum::<i64>(), places);
+        }
+    }
+
+    #[test]
+    fn no_request_waits_while_a_place_is_free(all in any_standings(), turn in 0..1024_usize) {
+        let places: i64 = all.iter().map(|it| it.share).sum();
+        let runs: i64 = all.iter().map(|it| i64::from(it.demand.running)).sum();
+        let waits: i64 = all.iter().map(|it| i64::from(it.demand.waiting)).sum();
+        let split = split(places, &all, turn, false);
+        let served: i64 = all
+            .iter()
+            .zip(&split.targets)
+            .map(|(it, target)| {
+                let beyond = target - i64::from(it.demand.running);
+                beyond.min(i64::from(it.demand.waiting))
+            })
+            .sum();
+        prop_assert_eq!(served, waits.min((places - runs).max(0)));
+    }
+
+    #[test]
+    fn parts_add_up(total in 0..10_000_i64, weights in proptest::collection::vec(0..1000_i64, 1..8), turn in 0..1024_usize) {
+        let parts = apportion(total, &weights, turn);
+        prop_assert_eq!(parts.iter().sum::<i64>(), total);
+        let sum: i64 = weights.iter().sum::<i64>().max(1);
+        if weights.iter().any(|it| *it > 0) {
+            for (part, weight) in parts.iter().zip(&weights) {
+                let floor = total * weight / sum;
+                prop_assert!((floor..=floor + 1).contains(part));
+            }
+        }
+    }
+}
