@@ -106,6 +106,8 @@ struct InFlightCounts {
     here: u32,
     cluster: u32,
     pending_prefill_tokens: u64,
+    /// How many of the backend's limit may be this replica's; `None`: no limit.
+    share: Option<u32>,
 }
 
 #[derive(Serialize)]
@@ -191,7 +193,10 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
             let record = admin.backends.record(backend.handle.slot);
             let here = admin.load.here(backend.handle);
             let cluster = admin.load.cluster(backend.handle, now);
+            let places = |limit| admin.load.places(backend.handle, limit);
+            let places = admin.view.limit(backend.handle.slot).and_then(places);
             let in_flight = InFlightCounts {
+                share: places.map(|(_, all)| all),
                 here: here.running,
                 cluster: cluster.running,
                 pending_prefill_tokens: cluster.pending_prefill_tokens,

@@ -24,7 +24,7 @@ use super::entry::Waiter;
 use super::line::ModelQueue;
 use super::serve::{DecisionResult, QueueScan};
 use super::{Admission, ModelQueues};
-use crate::routing::RoutingRejection;
+use crate::routing::{RoutingRejection, WantedPlaces};
 
 /// How long room stays unused before it is asked for without a request having ended here.
 const UNUSED_MAX: Duration = Duration::from_millis(50);
@@ -98,10 +98,16 @@ impl Admission {
     }
 
     /// Lets go whom the log has granted, tells it who waits and what room there is.
-    pub(super) fn serve_granted(&self, line: &mut ModelQueue, model: ModelKey, look: &QueueScan) {
+    pub(super) fn serve_granted(
+        &self,
+        line: &mut ModelQueue,
+        model: ModelKey,
+        wanted: &mut WantedPlaces,
+        look: &QueueScan,
+    ) {
         let (grants, now) = (self.view.grants(), look.now);
         self.tell_all(line, model, &grants, look);
-        let open = self.use_grants(line, model, &grants, look);
+        let open = self.use_grants(line, model, &grants, (wanted, look));
         let waiting = line.queue.len();
         let Some(first) = line.entries.values().next().filter(|_| waiting > 0) else {
             return;
@@ -155,7 +161,7 @@ impl Admission {
         line: &mut ModelQueue,
         model: ModelKey,
         grants: &GrantsView,
-        look: &QueueScan,
+        (wanted, look): (&mut WantedPlaces, &QueueScan),
     ) -> u64 {
         let mut open = 0;
         let granted = grants.granted(self.replica);
@@ -172,10 +178,11 @@ impl Admission {
             let asked = match self.ask(entry, look) {
                 Err(RoutingRejection::AtLimit) => {
                     open += 1;
+                    self.want(entry, 1, wanted, look);
                     continue;
                 }
                 Err(why) => DecisionResult::Never(why),
-                Ok(decision) => DecisionResult::Goes(decision),
+                Ok(placed) => DecisionResult::Goes(placed),
             };
             line.queue.take(wait.ticket, look.now_ms);
             if let Some(mut entry) = line.entries.remove(&wait.ticket) {

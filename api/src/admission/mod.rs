@@ -25,6 +25,7 @@ mod line;
 mod metrics;
 mod quota;
 mod serve;
+mod wanted;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -45,8 +46,8 @@ pub use metrics::AdmissionMetrics;
 
 use crate::clock::LogTime;
 use crate::routing::{
-    Decider, Decision, DispatchTerms, Dispatcher, LoadReportError, LoadTable, Router,
-    RoutingRejection, SharedOutbox,
+    Decider, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PlacedRequest, Router,
+    RoutingRejection, SharedOutbox, Shares, WantedPlaces,
 };
 use entry::{QueueTicket, UserWaitGuard, Waiter};
 use granting::GrantRequests;
@@ -69,6 +70,7 @@ pub struct Admission {
     dispatcher: Arc<Dispatcher>,
     outbox: Arc<SharedOutbox>,
     load: Arc<LoadTable>,
+    shares: Arc<Shares>,
     replica: ReplicaId,
     lines: Mutex<ModelQueues>,
     /// Whether anything waits for any model, here or at a peer: what the fast path looks at.
@@ -97,6 +99,8 @@ struct ModelQueues {
     /// The model that was served first last time: the next one begins.
     served_first: ModelKey,
     pace: serve::ServiceRate,
+    /// What waits for places, at the last look.
+    wanted: WantedPlaces,
     /// What was learnt of the load of models that something waited for.
     learnt: BTreeMap<ModelKey, Overload>,
 }
@@ -133,6 +137,7 @@ impl Admission {
             dispatcher: Arc::clone(router.dispatcher()),
             outbox: Arc::clone(router.outbox()),
             load: Arc::clone(router.load()),
+            shares: Arc::clone(router.shares()),
             replica: router.replica(),
             lines: Mutex::default(),
             is_contended: AtomicBool::new(false),
@@ -183,9 +188,9 @@ impl Admission {
             || !excluded.is_empty()
             || self.is_free(ask.model, now);
         if may_go && !self.is_batching() {
-            match self.decider.decide(&ask, now) {
-                Ok(decision) => {
-                    return Ok(self.dispatch(decision, &**candidate, None, now));
+            match self.shares.place(&self.decider, &ask, now) {
+                Ok(placed) => {
+                    return Ok(self.dispatch(placed, &**candidate, None, now));
                 }
                 Err(RoutingRejection::AtLimit) => {}
                 Err(why) => return Err(AdmissionRejection::NoBackend(why)),
@@ -197,7 +202,7 @@ impl Admission {
 
     fn dispatch(
         &self,
-        decision: Decision,
+        placed: PlacedRequest,
         candidate: &dyn AdmissionRequest,
         granted_tokens: Option<u64>,
         now: Instant,
@@ -207,7 +212,8 @@ impl Admission {
             tokens_max: candidate.tokens_max(),
             granted_tokens,
         };
-        let attempt = self.dispatcher.dispatch(&decision, &ask, terms, now);
+        let decision = placed.decision.clone();
+        let attempt = self.dispatcher.dispatch_to(placed, &ask, terms, now);
         Admitted::new(decision, attempt)
     }
 

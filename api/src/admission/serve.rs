@@ -14,7 +14,7 @@ use super::entry::{AdmissionRejection, Waiter};
 use super::line::ModelQueue;
 use super::metrics::LeaveReason;
 use super::{Admission, ModelQueues};
-use crate::routing::{Decision, LargestRequest, RoutingRejection, pricing_of};
+use crate::routing::{LargestRequest, PlacedRequest, RoutingRejection, pricing_of};
 
 /// How old the replicas' knowledge of each other's dispatches is at most, in the ordinary case:
 /// what one learns waits 20 ms for its flush, and then for its commit; reports go out every 20 ms.
@@ -95,7 +95,7 @@ impl QueueScan {
 
 /// What came of asking about one request.
 pub(super) enum DecisionResult {
-    Goes(Decision),
+    Goes(PlacedRequest),
     Never(RoutingRejection),
 }
 
@@ -165,6 +165,7 @@ impl Admission {
             self.serve_model(&mut lines, model, &look);
         }
         self.settle_grants(&lines, now);
+        self.shares.want(std::mem::take(&mut lines.wanted));
         self.tidy(&mut lines, &look);
     }
 
@@ -203,6 +204,7 @@ impl Admission {
             by_model,
             gates,
             pace,
+            wanted,
             ..
         } = lines;
         let Some(line) = by_model.get_mut(&model) else {
@@ -212,8 +214,9 @@ impl Admission {
         self.measure(line, look.now_ms);
         self.expire(line, look);
         self.serve_again(line, look);
+        self.want_again(line, wanted, look);
         if look.settings.grants == Grants::Log {
-            self.serve_granted(line, model, look);
+            self.serve_granted(line, model, wanted, look);
             return;
         }
         let gate = gates.entry(model).or_default();
@@ -238,7 +241,11 @@ impl Admission {
                     self.metrics.gate_closed.inc();
                     return;
                 }
-                Next::NoRoom | Next::Nobody => return,
+                Next::NoRoom => {
+                    self.want_next(line, gate, wanted, look);
+                    return;
+                }
+                Next::Nobody => return,
             }
         }
     }
@@ -311,14 +318,15 @@ impl Admission {
         &self,
         entry: &Waiter,
         look: &QueueScan,
-    ) -> Result<Decision, RoutingRejection> {
+    ) -> Result<PlacedRequest, RoutingRejection> {
         if !look.is_static() {
-            return self.decider.decide(&entry.ask(), look.now);
+            return self.shares.place(&self.decider, &entry.ask(), look.now);
         }
         let mut excluded = self.decider.busy_slots(look.now);
+        excluded.extend(self.decider.divided_slots());
         excluded.extend(&entry.excluded);
         let ask = entry.candidate.ask(&excluded);
-        match self.decider.decide(&ask, look.now) {
+        match self.shares.place(&self.decider, &ask, look.now) {
             // Some of those excluded have room later.
             Err(RoutingRejection::AllTried) => {
                 let alone = self.decider.decide(&entry.ask(), look.now);
@@ -342,8 +350,8 @@ impl Admission {
             let entry = entries.get(&waiting.ticket);
             let entry = entry.expect("who stands in the queue has an entry");
             match self.ask(entry, look) {
-                Ok(decision) => {
-                    asked = Some(DecisionResult::Goes(decision));
+                Ok(placed) => {
+                    asked = Some(DecisionResult::Goes(placed));
                     DispatchVerdict::Go
                 }
                 Err(RoutingRejection::AtLimit) if entry.is_selective() => DispatchVerdict::Skip,
@@ -383,7 +391,7 @@ impl Admission {
     ) {
         let asked = asked.expect("only who was asked about goes");
         let backend = match &asked {
-            DecisionResult::Goes(decision) if look.is_static() => Some(decision.backend),
+            DecisionResult::Goes(placed) if look.is_static() => Some(placed.decision.backend),
             DecisionResult::Goes(_) | DecisionResult::Never(_) => None,
         };
         let Some(entry) = line.entries.remove(&waiting.ticket) else {
@@ -424,10 +432,10 @@ impl Admission {
                 continue;
             };
             let ask = entry.candidate.ask(&others);
-            if let Ok(decision) = self.decider.decide(&ask, look.now) {
+            if let Ok(placed) = self.shares.place(&self.decider, &ask, look.now) {
                 line.queue.take(waiting.ticket, look.now_ms);
                 if let Some(entry) = line.entries.remove(&waiting.ticket) {
-                    self.settle(entry, DecisionResult::Goes(decision), look.now);
+                    self.settle(entry, DecisionResult::Goes(placed), look.now);
                 }
             }
         }
@@ -441,9 +449,9 @@ impl Admission {
                 self.metrics.waiting.dec();
                 self.metrics.left(LeaveReason::ClientGone);
             }
-            DecisionResult::Goes(decision) => {
+            DecisionResult::Goes(placed) => {
                 self.tell_over(&entry, now);
-                let admitted = self.dispatch(decision, &*entry.candidate, entry.granted, now);
+                let admitted = self.dispatch(placed, &*entry.candidate, entry.granted, now);
                 self.metrics.waiting.dec();
                 let waited = now.saturating_duration_since(entry.since);
                 self.metrics.waited(waited.as_secs_f64());

@@ -33,7 +33,7 @@ use super::prompt_size::PromptSize;
 use super::record::{AttemptReport, DecisionRecord};
 use super::reply::ReplyChain;
 use super::samples::{AttemptTimer, EndedRequest, RunningRequests};
-use super::{AttemptEnd, Decision, RoutingRequest, Usage};
+use super::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
 use crate::backends::HalfOpenProbe;
 use crate::planted::{self, Bug};
 
@@ -102,11 +102,24 @@ pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
 }
 
 impl Dispatcher {
-    /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
-    /// before this returns.
+    /// As [`Dispatcher::dispatch_to`], whether or not there is a place.
     pub fn dispatch(
         self: &Arc<Self>,
         decision: &Decision,
+        ask: &RoutingRequest<'_>,
+        terms: DispatchTerms,
+        now: Instant,
+    ) -> Attempt {
+        let place = self.load.take(decision.backend);
+        let decision = decision.clone();
+        self.dispatch_to(PlacedRequest { decision, place }, ask, terms, now)
+    }
+
+    /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
+    /// before this returns.
+    pub fn dispatch_to(
+        self: &Arc<Self>,
+        PlacedRequest { decision, place }: PlacedRequest,
         ask: &RoutingRequest<'_>,
         terms: DispatchTerms,
         now: Instant,
@@ -128,9 +141,11 @@ impl Dispatcher {
             input_cached: prompt.predicted,
             output: expected.map_or(0, |expected| expected.tokens()),
         };
-        let before = self.load.cluster(backend, now);
+        let mut before = self.load.cluster(backend, now);
+        // Its own place.
+        before.running = before.running.saturating_sub(1);
         let stopwatch = AttemptTimer::start(before, uncached_tokens, now);
-        let underway = self.load.begin(backend, uncached_tokens);
+        let underway = place.into_guard(uncached_tokens);
         let meter = InFlightGuard::at(self.fleet.meter(backend, &decision.name));
         let held = self.held(backend, &identity.chain, decision.matched);
         let (user, advance) = self.outbox.with(|outbox| {
@@ -142,14 +157,15 @@ impl Dispatcher {
             outbox.acquire(id, backend, &identity.chain, held);
             (user, advance)
         });
+        let is_touching = decision.touch.is_due(self.session, id);
         let open = OpenAttempt {
             backend,
             stopwatch,
-            trial: decision.trial.clone(),
-            record: decision.record.clone(),
+            trial: decision.trial,
+            record: decision.record,
             began: None,
             hidden: None,
-            is_touching: decision.touch.is_due(self.session, id),
+            is_touching,
             underway,
             meter,
             reply: ReplyChain::of(identity),

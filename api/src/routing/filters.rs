@@ -67,14 +67,51 @@ impl Decider {
             passed: 0,
             seen,
         };
+        sieve.admit()?;
+        sieve.keep_below_limit()
+    }
+
+    /// The same without the last filter: with those that have as many requests as they may.
+    ///
+    /// # Errors
+    /// [`RoutingRejection`].
+    pub(super) fn admit_beyond_limit(
+        &self,
+        fleet: &RoutingTable,
+        ask: &RoutingRequest<'_>,
+        now: Instant,
+        scratch: &mut DecisionScratch,
+    ) -> Result<(), RoutingRejection> {
+        let mut sieve = FilterPass {
+            decider: self,
+            fleet,
+            ask,
+            now,
+            scratch,
+            passed: 0,
+            seen: |_, _| {},
+        };
+        sieve.admit()
+    }
+}
+
+impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
+    /// All filters but the last, with what is to be doubted left aside; adds the load.
+    fn admit(&mut self) -> Result<(), RoutingRejection> {
+        let sieve = self;
+        let (decider, fleet, now) = (sieve.decider, sieve.fleet, sieve.now);
         sieve.scratch.is_panic = false;
         let mut sifted = sieve.sift(Ejection::All);
-        if sieve.may_panic() && self.backends.is_panic(&fleet.registry, ask.model, now) {
+        if sieve.may_panic()
+            && decider
+                .backends
+                .is_panic(&fleet.registry, sieve.ask.model, now)
+        {
             sieve.scratch.is_panic = true;
             sifted = sieve.sift(Ejection::All);
         }
         let open = sieve.scratch.open.len();
-        let ejected_max = self.backends.ejected_max(open + sieve.passed);
+        let ejected_max = decider.backends.ejected_max(open + sieve.passed);
         if open > ejected_max {
             // So many failing at once are rather the requests' fault. The first to fail stay out.
             sieve.scratch.open.sort_unstable();
@@ -86,12 +123,10 @@ impl Decider {
             sifted = sieve.sift(Ejection::None);
         }
         sifted?;
-        self.weigh(fleet, now, sieve.scratch);
-        sieve.keep_below_limit()
+        decider.weigh(fleet, now, sieve.scratch);
+        Ok(())
     }
-}
 
-impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     /// All filters but the last, which looks at the load.
     fn sift(&mut self, ejected: Ejection) -> Result<(), RoutingRejection> {
         if let Some(refusal) = self.gather(ejected) {
@@ -246,11 +281,16 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
+    /// Keeps those that run less than they may, from all replicas as far as is known, and from
+    /// here: a place of another replica is not this one's to take.
     fn keep_below_limit(&mut self) -> Result<(), RoutingRejection> {
-        let service = self.decider.view.service();
-        self.retain(FilterVerdict::AtLimit, |candidate, _| {
+        let decider = self.decider;
+        let service = decider.view.service();
+        self.retain(FilterVerdict::AtLimit, |candidate, backend| {
             let limit = service.limit(candidate.slot);
-            limit.is_none_or(|limit| candidate.running < limit)
+            limit.is_none_or(|limit| {
+                candidate.running < limit && decider.load.may_have_place(backend.handle, limit)
+            })
         });
         if self.scratch.candidates.is_empty() {
             return Err(RoutingRejection::AtLimit);

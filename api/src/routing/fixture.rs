@@ -167,13 +167,20 @@ pub(super) fn router_with(
     outbox: OutboxSettings,
     model: ModelSettings,
 ) -> Arc<Router> {
-    build(port, outbox, model, SelectSettings::default())
+    build(port, outbox, model, SelectSettings::default(), 1)
+}
+
+/// As [`router`], of this replica.
+pub(super) fn router_of(port: &Port, replica: u8) -> Arc<Router> {
+    let model = ModelSettings::characters("*", 16);
+    let (outbox, select) = (OutboxSettings::default(), SelectSettings::default());
+    build(port, outbox, model, select, replica)
 }
 
 /// As [`router`], with these labels to keep to.
 pub(super) fn router_selecting(port: &Port, select: SelectSettings) -> Arc<Router> {
     let model = ModelSettings::characters("*", 16);
-    build(port, OutboxSettings::default(), model, select)
+    build(port, OutboxSettings::default(), model, select, 1)
 }
 
 fn build(
@@ -181,6 +188,7 @@ fn build(
     outbox: OutboxSettings,
     model: ModelSettings,
     select: SelectSettings,
+    replica: u8,
 ) -> Arc<Router> {
     let log = port.log.lock().unwrap();
     let backends = Backends::new(ProbeSettings::default());
@@ -191,8 +199,8 @@ fn build(
         view: log.state.view(),
         backends: Arc::new(backends),
         models: vec![model],
-        replica: ReplicaId(1),
-        session: SessionId(1),
+        replica: ReplicaId(replica),
+        session: SessionId(replica.into()),
         outbox,
         overrides: PolicyConfig::defaults(),
         select,

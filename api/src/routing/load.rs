@@ -17,9 +17,14 @@ use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, Incarnation, ReplicaId, Slot};
 use tokio::time::Instant;
 
-use crate::sync::{
-    ArcSwap, ArcSwapOption, AtomicU32, AtomicU64, Mutex, MutexGuard, Notify, Ordering::Relaxed,
-};
+use crate::sync::{ArcSwap, ArcSwapOption, Mutex, MutexGuard, Notify};
+
+#[path = "load/gauge.rs"]
+mod gauge;
+
+pub(crate) use gauge::NoPlace;
+use gauge::{BackendLoad, LessLoadSignal};
+pub use gauge::{LoadGuard, ReservedPlace};
 
 /// How long a peer's report counts.
 pub const EXPIRY: Duration = Duration::from_millis(500);
@@ -50,71 +55,6 @@ impl Load {
 
     fn is_zero(self) -> bool {
         self == Self::default()
-    }
-}
-
-/// What this replica has under way at one life of a backend.
-#[derive(Debug)]
-pub(super) struct BackendLoad {
-    backend: BackendRef,
-    running: AtomicU32,
-    waiting: AtomicU32,
-    pending_prefill_tokens: AtomicU64,
-    less: Arc<LessLoadSignal>,
-}
-
-/// Who is told when a backend may have become less busy.
-#[derive(Debug, Default)]
-struct LessLoadSignal {
-    told: Arc<Notify>,
-    /// Requests that ended here.
-    ended: AtomicU64,
-}
-
-impl BackendLoad {
-    fn new(backend: BackendRef, less: Arc<LessLoadSignal>) -> Self {
-        Self {
-            backend,
-            less,
-            running: AtomicU32::new(0),
-            waiting: AtomicU32::new(0),
-            pending_prefill_tokens: AtomicU64::new(0),
-        }
-    }
-
-    fn load(&self) -> Load {
-        Load {
-            running: self.running.load(Relaxed),
-            waiting: self.waiting.load(Relaxed),
-            pending_prefill_tokens: self.pending_prefill_tokens.load(Relaxed),
-        }
-    }
-}
-
-/// One request under way: counted in when made, counted out when dropped.
-#[derive(Debug)]
-pub struct LoadGuard {
-    gauge: Arc<BackendLoad>,
-    /// What is still counted as pending; `None` once the first byte came.
-    pending_prefill_tokens: Option<u64>,
-}
-
-impl LoadGuard {
-    /// The prefill is done: the request counts as running only.
-    pub fn first_byte(&mut self) {
-        if let Some(tokens) = self.pending_prefill_tokens.take() {
-            self.gauge.waiting.fetch_sub(1, Relaxed);
-            self.gauge.pending_prefill_tokens.fetch_sub(tokens, Relaxed);
-        }
-    }
-}
-
-impl Drop for LoadGuard {
-    fn drop(&mut self) {
-        self.first_byte();
-        self.gauge.running.fetch_sub(1, Relaxed);
-        self.gauge.less.ended.fetch_add(1, Relaxed);
-        self.gauge.less.told.notify_one();
     }
 }
 
@@ -163,18 +103,95 @@ impl LoadTable {
         }
     }
 
-    /// Counts in one request of `pending_prefill_tokens` at `backend`.
+    /// Counts in one request of `pending_prefill_tokens` at `backend`, whether or not it may run
+    /// there.
     pub fn begin(&self, backend: BackendRef, pending_prefill_tokens: u64) -> LoadGuard {
+        self.take(backend).into_guard(pending_prefill_tokens)
+    }
+
+    /// Takes a place at `backend`, whether or not there is one.
+    pub fn take(&self, backend: BackendRef) -> ReservedPlace {
+        ReservedPlace::beyond(self.gauge(backend))
+    }
+
+    /// Takes a place at `backend`, of those that this replica has under this limit.
+    ///
+    /// # Errors
+    /// [`NoPlace`].
+    pub(super) fn reserve(
+        &self,
+        backend: BackendRef,
+        limit: Option<u32>,
+    ) -> Result<ReservedPlace, NoPlace> {
         let gauge = self.gauge(backend);
-        gauge.running.fetch_add(1, Relaxed);
-        gauge.waiting.fetch_add(1, Relaxed);
-        gauge
-            .pending_prefill_tokens
-            .fetch_add(pending_prefill_tokens, Relaxed);
-        LoadGuard {
-            gauge,
-            pending_prefill_tokens: Some(pending_prefill_tokens),
+        match limit {
+            None => Ok(ReservedPlace::beyond(gauge)),
+            Some(limit) => ReservedPlace::within(gauge, limit),
         }
+    }
+
+    /// Whether this replica has a free place at `backend`; true where it is not known how many it
+    /// has under this limit, which [`LoadTable::reserve`] finds out.
+    #[must_use]
+    pub fn may_have_place(&self, backend: BackendRef, limit: u32) -> bool {
+        let may = |gauge: &BackendLoad| !gauge.is_divided(limit) || gauge.free() > 0;
+        self.with_gauge(backend, may).unwrap_or(true)
+    }
+
+    /// Free places of this replica at `backend`, and all it has; `None`: not known under this
+    /// limit.
+    #[must_use]
+    pub fn places(&self, backend: BackendRef, limit: u32) -> Option<(u32, u32)> {
+        let places = |gauge: &BackendLoad| {
+            let places = (gauge.free(), gauge.allowed());
+            gauge.is_divided(limit).then_some(places)
+        };
+        self.with_gauge(backend, places).flatten()
+    }
+
+    /// Says how many places this replica has at `backend`, and whether one that falls free is to
+    /// be handed over. Answers whether there are more free ones than before.
+    pub(super) fn set_places(
+        &self,
+        backend: BackendRef,
+        limit: u32,
+        allowed: u32,
+        is_owing: bool,
+    ) -> bool {
+        self.gauge(backend).set_places(limit, allowed, is_owing)
+    }
+
+    /// Takes places from this replica until `allowed` are left, if no more than `share` run.
+    pub(super) fn withdraw(&self, backend: BackendRef, share: u32, allowed: u32) -> bool {
+        self.gauge(backend).withdraw(share, allowed)
+    }
+
+    /// Requests started at `backend` from here, in all.
+    pub(super) fn started(&self, backend: BackendRef) -> u64 {
+        self.with_gauge(backend, BackendLoad::started)
+            .unwrap_or_default()
+    }
+
+    /// Told when the peers should be told at once: a place that they wait for fell free, or was
+    /// handed over.
+    #[must_use]
+    pub fn news(&self) -> &Arc<Notify> {
+        &self.less.news
+    }
+
+    /// The backend has no limit any more.
+    pub(super) fn undivide(&self, backend: BackendRef) {
+        self.with_gauge(backend, BackendLoad::undivide);
+    }
+
+    fn with_gauge<R>(
+        &self,
+        backend: BackendRef,
+        read: impl FnOnce(&BackendLoad) -> R,
+    ) -> Option<R> {
+        let place = self.gauges.get(usize::from(backend.slot.0))?.load();
+        let gauge = place.as_deref()?;
+        (gauge.backend == backend).then(|| read(gauge))
     }
 
     fn gauge(&self, backend: BackendRef) -> Arc<BackendLoad> {
@@ -200,7 +217,7 @@ impl LoadTable {
     /// Requests that ended here since the start.
     #[must_use]
     pub fn ended(&self) -> u64 {
-        self.less.ended.load(Relaxed)
+        self.less.ended()
     }
 
     /// A dispatch to a life that is over gets a gauge that nobody reads.
@@ -230,14 +247,8 @@ impl LoadTable {
     /// What runs at `backend` from here.
     #[must_use]
     pub fn here(&self, backend: BackendRef) -> Load {
-        let place = self
-            .gauges
-            .get(usize::from(backend.slot.0))
-            .map(ArcSwapOption::load);
-        match place.as_deref() {
-            Some(Some(gauge)) if gauge.backend == backend => gauge.load(),
-            _ => Load::default(),
-        }
+        self.with_gauge(backend, BackendLoad::load)
+            .unwrap_or_default()
     }
 
     /// What runs at `backend` from all replicas heard from lately.
@@ -426,172 +437,5 @@ impl LoadReporter {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn backend(slot: u16, incarnation: u32) -> BackendRef {
-        BackendRef {
-            slot: Slot(slot),
-            incarnation: Incarnation(incarnation),
-        }
-    }
-
-    fn load(running: u32, waiting: u32, pending_prefill_tokens: u64) -> Load {
-        Load {
-            running,
-            waiting,
-            pending_prefill_tokens,
-        }
-    }
-
-    #[test]
-    fn a_request_is_counted_in_and_out() {
-        let table = LoadTable::default();
-        let mut first = table.begin(backend(3, 1), 700);
-        let second = table.begin(backend(3, 1), 50);
-        assert_eq!(table.here(backend(3, 1)), load(2, 2, 750));
-        first.first_byte();
-        first.first_byte();
-        assert_eq!(table.here(backend(3, 1)), load(2, 1, 50));
-        drop(second);
-        drop(first);
-        assert_eq!(table.here(backend(3, 1)), Load::default());
-        assert_eq!(table.local_report(), [REPORT_VERSION]);
-    }
-
-    #[test]
-    fn a_new_life_of_a_slot_starts_at_zero_and_the_old_one_cannot_disturb_it() {
-        let table = LoadTable::default();
-        let old = table.begin(backend(0, 1), 10);
-        let new = table.begin(backend(0, 2), 20);
-        assert_eq!(table.here(backend(0, 1)), Load::default());
-        let late = table.begin(backend(0, 1), 30);
-        assert_eq!(table.here(backend(0, 2)), load(1, 1, 20));
-        drop((old, late));
-        assert_eq!(table.here(backend(0, 2)), load(1, 1, 20));
-        drop(new);
-        assert_eq!(table.here(backend(0, 2)), Load::default());
-    }
-
-    #[test]
-    fn a_peer_counts_until_its_report_expires() {
-        let (here, peer) = (LoadTable::default(), LoadTable::default());
-        let now = Instant::now();
-        let _underway = (
-            peer.begin(backend(7, 2), 5),
-            peer.begin(backend(1000, 1), 6),
-        );
-        here.merge_report(ReplicaId(2), &peer.local_report(), now)
-            .unwrap();
-        let _own = here.begin(backend(7, 2), 1);
-        assert_eq!(here.cluster(backend(7, 2), now), load(2, 2, 6));
-        assert_eq!(here.cluster(backend(1000, 1), now + EXPIRY), load(1, 1, 6));
-        assert_eq!(
-            here.cluster(backend(7, 1), now),
-            Load::default(),
-            "an earlier life"
-        );
-        let later = now + EXPIRY + Duration::from_millis(1);
-        assert_eq!(here.cluster(backend(7, 2), later), load(1, 1, 1));
-        here.merge_report(ReplicaId(2), &[REPORT_VERSION], now)
-            .unwrap();
-        assert_eq!(here.cluster(backend(1000, 1), now), Load::default());
-    }
-
-    #[test]
-    fn one_merge_serves_many_backends() {
-        let (here, peer) = (LoadTable::default(), LoadTable::default());
-        let now = Instant::now();
-        let _underway: Vec<_> = [1, 4, 5, 9]
-            .map(|slot| peer.begin(backend(slot, 1), 1))
-            .into();
-        here.merge_report(ReplicaId(2), &peer.local_report(), now)
-            .unwrap();
-        let wanted = [0, 4, 6, 9].map(|slot| backend(slot, 1));
-        let mut seen = [0; 4];
-        here.add_each(now, 4, |i| wanted[i], |i, load| seen[i] += load.running);
-        assert_eq!(seen, [0, 1, 0, 1]);
-    }
-
-    #[test]
-    fn reports_go_out_on_change_and_to_stay_alive() {
-        let table = LoadTable::default();
-        let mut reporter = LoadReporter::default();
-        let now = Instant::now();
-        assert!(reporter.due(&table, now).is_some());
-        assert!(
-            reporter
-                .due(&table, now + Duration::from_millis(20))
-                .is_none()
-        );
-        let underway = table.begin(backend(0, 1), 1);
-        assert!(
-            reporter
-                .due(&table, now + Duration::from_millis(40))
-                .is_some()
-        );
-        assert!(
-            reporter
-                .due(&table, now + Duration::from_millis(60))
-                .is_none()
-        );
-        assert!(
-            reporter
-                .due(&table, now + Duration::from_millis(140))
-                .is_some()
-        );
-        drop(underway);
-        assert!(
-            reporter
-                .due(&table, now + Duration::from_millis(141))
-                .is_some()
-        );
-    }
-
-    #[test]
-    fn malformed_reports_are_refused() {
-        let malformed = Err(LoadReportError::Malformed);
-        let table = LoadTable::default();
-        let merge = |bytes: &[u8]| table.merge_report(ReplicaId(1), bytes, Instant::now());
-        assert_eq!(merge(&[]), malformed);
-        assert_eq!(merge(&[9]), Err(LoadReportError::Version(9)));
-        assert_eq!(merge(&[1, 0]), malformed);
-        assert_eq!(
-            merge(&[1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1]),
-            malformed,
-            "slots must ascend"
-        );
-        assert_eq!(merge(&[1, 0x80, 0x08, 1, 1, 1, 1]), malformed, "slot 1024");
-        assert_eq!(
-            merge(&[&[1, 0, 1, 1, 1][..], &[0xff; 10]].concat()),
-            malformed
-        );
-        assert_eq!(merge(&[1, 0, 1, 1, 1, 1]), Ok(()));
-    }
-
-    proptest! {
-        #[test]
-        fn any_bytes_are_a_report_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
-            let mut report = vec![REPORT_VERSION];
-            report.extend(&bytes);
-            let _ = LoadTable::default().merge_report(ReplicaId(1), &report, Instant::now());
-            let _ = read_report(&bytes);
-        }
-
-        #[test]
-        fn what_is_reported_arrives(
-            requests in proptest::collection::vec((0_u16..1024, 0_u64..1 << 40), 0..50)
-        ) {
-            let (here, peer) = (LoadTable::default(), LoadTable::default());
-            let now = Instant::now();
-            let _underway: Vec<_> =
-                requests.iter().map(|&(slot, tokens)| peer.begin(backend(slot, 7), tokens)).collect();
-            here.merge_report(ReplicaId(9), &peer.local_report(), now).unwrap();
-            for (slot, _) in requests {
-                let at = backend(slot, 7);
-                prop_assert_eq!(here.cluster(at, now), peer.here(at));
-            }
-        }
-    }
-}
+#[path = "load/tests.rs"]
+mod tests;

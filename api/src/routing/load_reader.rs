@@ -35,4 +35,14 @@ impl LoadReader {
     ) {
         self.0.add_each(now, count, backend, add);
     }
+
+    /// As [`LoadTable::may_have_place`].
+    pub(super) fn may_have_place(&self, backend: BackendRef, limit: u32) -> bool {
+        self.0.may_have_place(backend, limit)
+    }
+
+    /// As [`LoadTable::places`].
+    pub(super) fn places(&self, backend: BackendRef, limit: u32) -> Option<(u32, u32)> {
+        self.0.places(backend, limit)
+    }
 }

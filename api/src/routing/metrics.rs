@@ -13,6 +13,7 @@ use prometheus_client::registry::Registry;
 
 use super::outbox::OutboxStatus;
 use super::outbox::driver::DriverMetrics;
+use super::shares::ShareMetrics;
 use super::verdict::{FilterCounts, FilterVerdict};
 use super::{AttemptEnd, RoutingRejection};
 use crate::prompt::TokenizingMetrics;
@@ -80,6 +81,7 @@ pub struct RoutingMetrics {
     outbox_age_ms: Gauge,
     outbox_dropped: Counter,
     pub(super) driver: DriverMetrics,
+    pub(super) shares: ShareMetrics,
     pub(super) tokenizing: TokenizingMetrics,
 }
 
@@ -131,6 +133,7 @@ impl RoutingMetrics {
     /// Adds everything to the registry that `/metrics` shows.
     pub fn register(&self, registry: &mut Registry) {
         self.tokenizing.register(registry);
+        self.shares.register(registry);
         let mut add = |name: &str, help: &str, metric: &dyn Register| {
             metric.register(registry, name, help);
         };

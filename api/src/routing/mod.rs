@@ -38,6 +38,7 @@ mod room;
 mod samples;
 mod select;
 mod session;
+mod shares;
 #[cfg(test)]
 mod tests;
 mod verdict;
@@ -71,7 +72,9 @@ pub use dispatch::Dispatcher;
 pub use explain::{ExplainedBackend, Explanation};
 pub use fleet::PolicySource;
 pub use hidden::HiddenOutput;
-pub use load::{EXPIRY, KEEPALIVE, Load, LoadGuard, LoadReportError, LoadReporter, LoadTable};
+pub use load::{
+    EXPIRY, KEEPALIVE, Load, LoadGuard, LoadReportError, LoadReporter, LoadTable, ReservedPlace,
+};
 pub(crate) use load::{put_number, take_number};
 pub use metrics::RoutingMetrics;
 pub use outbox::{
@@ -83,6 +86,7 @@ pub use record::{
     AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, SEEN_MAX, SeenBackendView,
 };
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
+pub use shares::{Shares, WaitingForPlace, WantedPlaces, wire as share_reports};
 pub use verdict::FilterVerdict;
 
 pub use crate::user_name::UserName;
@@ -117,6 +121,7 @@ pub struct Router {
     dispatcher: Arc<Dispatcher>,
     outbox: Arc<SharedOutbox>,
     load: Arc<LoadTable>,
+    shares: Arc<Shares>,
     metrics: RoutingMetrics,
     replica: ReplicaId,
     flush_interval: Duration,
@@ -270,6 +275,12 @@ impl Router {
             models,
             metrics.tokenizing.clone(),
         );
+        let shares = Shares::new(
+            Arc::clone(&view),
+            Arc::clone(&load),
+            (replica, session),
+            &metrics,
+        );
         let decider = Decider {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
@@ -304,6 +315,7 @@ impl Router {
             dispatcher: Arc::new(dispatcher),
             outbox,
             load,
+            shares: Arc::new(shares),
             metrics,
             replica,
             flush_interval: settings.flush_interval,
@@ -350,6 +362,12 @@ impl Router {
     #[must_use]
     pub fn load(&self) -> &Arc<LoadTable> {
         &self.load
+    }
+
+    /// This replica's shares of the backends' limits.
+    #[must_use]
+    pub fn shares(&self) -> &Arc<Shares> {
+        &self.shares
     }
 
     /// The replicated state's read side.

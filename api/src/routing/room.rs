@@ -1,6 +1,6 @@
 //! How much room there is: what admission asks before it lets a request go.
 
-use state::ids::Slot;
+use state::ids::{BackendRef, Slot};
 use state::outputs::batch::BatchRoom;
 use tokio::time::Instant;
 
@@ -14,8 +14,7 @@ impl Decider {
     pub fn free_places(&self, ask: &RoutingRequest<'_>, now: Instant) -> u64 {
         let fleet = self.fleet.table();
         SCRATCH.with_borrow_mut(|scratch| {
-            let admitted = self.admit(&fleet, ask, now, scratch, |_, _| {});
-            if admitted.is_err() {
+            if self.admit_beyond_limit(&fleet, ask, now, scratch).is_err() {
                 return 0;
             }
             let places = scratch.candidates.iter().map(|candidate| {
@@ -24,6 +23,37 @@ impl Decider {
             });
             places.sum()
         })
+    }
+
+    /// Backends that would take the request but for their limits.
+    #[must_use]
+    pub fn wanted_backends(&self, ask: &RoutingRequest<'_>, now: Instant) -> Vec<BackendRef> {
+        let fleet = self.fleet.table();
+        SCRATCH.with_borrow_mut(|scratch| {
+            if self.admit_beyond_limit(&fleet, ask, now, scratch).is_err() {
+                return Vec::new();
+            }
+            let places = scratch.places.iter();
+            places
+                .map(|at| fleet.registry.backends[*at].handle)
+                .collect()
+        })
+    }
+
+    /// Limited backends of which this replica does not have all places: no whole batch fits there.
+    #[must_use]
+    pub fn divided_slots(&self) -> Vec<Slot> {
+        let (registry, service) = (self.view.registry(), self.view.service());
+        let is_divided = |handle: &BackendRef| {
+            let Some(limit) = service.limit(handle.slot) else {
+                return false;
+            };
+            let places = self.load.places(*handle, limit);
+            places.is_some_and(|(_, all)| all < limit)
+        };
+        let handles = registry.backends.iter().map(|it| it.handle);
+        let divided = handles.filter(is_divided);
+        divided.map(|handle| handle.slot).collect()
     }
 
     /// Requests of this replica that run on backends of the model.

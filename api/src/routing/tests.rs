@@ -5,6 +5,7 @@ mod filters;
 mod panic;
 mod policies;
 mod samples;
+mod shares;
 mod tokens;
 
 use std::sync::{Arc, LazyLock};

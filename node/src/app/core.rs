@@ -152,6 +152,7 @@ impl CoreParts {
     fn inbox(&self) -> Arc<GossipInbox> {
         Arc::new(GossipInbox {
             load: Arc::clone(self.router.load()),
+            shares: Arc::clone(self.router.shares()),
             admission: Arc::clone(&self.admission),
             digests: Arc::clone(&self.shared.digests),
             clocks: Arc::clone(&self.clocks),
@@ -223,7 +224,10 @@ impl ReplicaCore {
         tasks.spawn(async move { sampler.run_samples(stopped).await });
         tasks.spawn(exchange::tell(
             self.replica.clone(),
-            Arc::clone(parts.router.load()),
+            (
+                Arc::clone(parts.router.load()),
+                Arc::clone(parts.router.shares()),
+            ),
             Arc::clone(&parts.admission),
             Arc::clone(&parts.shared.digests),
             Arc::clone(&parts.clocks),

@@ -3,9 +3,12 @@
 //! They travel in one message, because a slow peer receives only the newest one, so none can
 //! displace the others. Layout: a version byte; the length of the digest claim in one byte; the
 //! claim (see [`Digests::message`]); from version 2 on, the length of the backlog in two bytes,
-//! little-endian, and the backlog (see [`backlog::encode`]); then the load report (see
-//! [`LoadTable::local_report`]) up to the end. While nothing waits, a message has version 1, which
-//! every version can read; it implies an empty backlog.
+//! little-endian, and the backlog (see [`backlog::encode`]); in version 3 the length of the load
+//! report in four bytes, little-endian; then the load report (see [`LoadTable::local_report`]), in
+//! versions 1 and 2 up to the end; then in version 3 the shares (see [`share_reports`]) up to the
+//! end. Version 3 is sent once all members have said that they know log format
+//! [`SHARES_SINCE_FORMAT`]. Before, a message while nothing waits has version 1, which every version
+//! can read; it implies an empty backlog.
 //!
 //! [`LoadTable::local_report`]: api::routing::LoadTable::local_report
 
@@ -14,14 +17,15 @@ use std::time::Duration;
 
 use api::admission::{Admission, backlog};
 use api::divergence::Digests;
-use api::routing::{LoadReporter, LoadTable};
+use api::routing::{LoadReporter, LoadTable, Shares, share_reports};
 use bytes::Bytes;
-use raft::{PeerHandler, Replica};
+use raft::{PeerHandler, Replica, Status};
 use state::ids::ReplicaId;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::clocks::ClusterClocks;
+use super::formats;
 use super::ticks::every;
 
 /// Interval at which this replica's load and backlog are checked.
@@ -30,6 +34,10 @@ const INTERVAL: Duration = Duration::from_millis(20);
 const VERSION_IDLE: u8 = 1;
 /// Version of a message with a backlog.
 const VERSION_BACKLOGGED: u8 = 2;
+/// Version of a message with shares.
+const VERSION_SHARES: u8 = 3;
+/// Builds that know this format of the log know messages with shares.
+const SHARES_SINCE_FORMAT: u8 = 4;
 /// Maximum length of the backlog in a message, in bytes.
 const BACKLOG_BYTES_MAX: usize = u16::MAX as usize;
 const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
@@ -38,6 +46,8 @@ const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
 pub(super) struct GossipInbox {
     /// Receives the peers' load.
     pub(super) load: Arc<LoadTable>,
+    /// Receives the peers' shares.
+    pub(super) shares: Arc<Shares>,
     /// Receives the peers' backlogs.
     pub(super) admission: Arc<Admission>,
     /// Compares the peers' digests with this replica's.
@@ -57,6 +67,12 @@ impl PeerHandler for GossipInbox {
             && let Err(error) = self.digests.receive(peer, message.claim)
         {
             tracing::warn!(peer = from, %error, "could not decode a peer's digest");
+        }
+        // Before the load, which wakes those who look for a place.
+        if !message.shares.is_empty()
+            && let Err(error) = self.shares.hear(peer, message.shares)
+        {
+            tracing::warn!(peer = from, %error, "could not decode a peer's share report");
         }
         if let Err(error) = self.load.merge_report(peer, message.load, now) {
             tracing::warn!(peer = from, %error, "could not decode a peer's load report");
@@ -81,6 +97,8 @@ pub(super) struct GossipMessage<'a> {
     pub(super) claim: &'a [u8],
     pub(super) backlog: &'a [u8],
     pub(super) load: &'a [u8],
+    /// Empty: none were told.
+    pub(super) shares: &'a [u8],
 }
 
 impl<'a> GossipMessage<'a> {
@@ -89,49 +107,66 @@ impl<'a> GossipMessage<'a> {
             return None;
         };
         let (claim, rest) = rest.split_at_checked(usize::from(*length))?;
-        let (backlog, load) = match *version {
+        let (backlog, rest) = match *version {
             VERSION_IDLE => (&[][..], rest),
-            VERSION_BACKLOGGED => {
+            VERSION_BACKLOGGED | VERSION_SHARES => {
                 let (length, rest) = rest.split_first_chunk()?;
                 rest.split_at_checked(usize::from(u16::from_le_bytes(*length)))?
             }
             _ => return None,
         };
+        let (load, shares) = match *version {
+            VERSION_SHARES => {
+                let (length, rest) = rest.split_first_chunk()?;
+                rest.split_at_checked(usize::try_from(u32::from_le_bytes(*length)).ok()?)?
+            }
+            _ => (rest, &[][..]),
+        };
         Some(Self {
             claim,
             backlog,
             load,
+            shares,
         })
     }
 
     pub(super) fn write(self) -> Bytes {
         let length = |part: &[u8]| u8::try_from(part.len());
         let claim_length = length(self.claim).expect("a digest claim has a fixed length below 256");
-        let lengths = 2 + 2;
-        let parts = self.claim.len() + self.backlog.len() + self.load.len();
+        let lengths = 2 + 2 + 4;
+        let parts = self.claim.len() + self.backlog.len() + self.load.len() + self.shares.len();
         let mut bytes = Vec::with_capacity(lengths + parts);
-        if self.backlog.is_empty() {
-            bytes.extend([VERSION_IDLE, claim_length]);
-            bytes.extend(self.claim);
-        } else {
+        let version = match (self.backlog.is_empty(), self.shares.is_empty()) {
+            (true, true) => VERSION_IDLE,
+            (false, true) => VERSION_BACKLOGGED,
+            (_, false) => VERSION_SHARES,
+        };
+        bytes.extend([version, claim_length]);
+        bytes.extend(self.claim);
+        if version != VERSION_IDLE {
             let backlog_length =
                 u16::try_from(self.backlog.len()).expect("a backlog is bounded, as asserted above");
-            bytes.extend([VERSION_BACKLOGGED, claim_length]);
-            bytes.extend(self.claim);
             bytes.extend(backlog_length.to_le_bytes());
             bytes.extend(self.backlog);
         }
+        if version == VERSION_SHARES {
+            let load_length = u32::try_from(self.load.len());
+            let load_length = load_length.expect("a load report is bounded by the slots");
+            bytes.extend(load_length.to_le_bytes());
+        }
         bytes.extend(self.load);
+        bytes.extend(self.shares);
         Bytes::from(bytes)
     }
 }
 
 /// Updates the clocks and replicated time, and sends messages to the peers until `stop`. A change
 /// of load or backlog is sent within [`INTERVAL`], at once if the first request waits or the last
-/// one went, and everything is repeated often enough to count as alive.
+/// one went, or if places are wanted or handed over, and everything is repeated often enough to
+/// count as alive.
 pub(super) async fn tell(
     replica: Replica,
-    load: Arc<LoadTable>,
+    (load, shares): (Arc<LoadTable>, Arc<Shares>),
     admission: Arc<Admission>,
     digests: Arc<Digests>,
     clocks: Arc<ClusterClocks>,
@@ -139,20 +174,27 @@ pub(super) async fn tell(
 ) {
     let mut ticks = every(INTERVAL);
     let mut reporter = LoadReporter::default();
-    let mut told = Vec::new();
+    let (mut told, mut told_shares) = (Vec::new(), Vec::new());
     loop {
         tokio::select! {
             biased;
             () = stop.cancelled() => return,
             () = admission.turned() => {}
+            () = load.news().notified() => {}
             _ = ticks.tick() => {}
         }
         clocks.turn();
         admission.pass_time();
+        let now = Instant::now();
+        let status = replica.status();
+        let sharers = formats::all_know(&status, SHARES_SINCE_FORMAT).then(|| others(&status));
+        shares.turn(now, sharers.as_deref().unwrap_or_default());
+        let share_report = sharers.map_or_else(Vec::new, |_| shares.report());
         let backlog = admission.report();
-        let load = match reporter.due(&load, Instant::now()) {
+        let is_news = backlog != told || !share_reports::is_same(&share_report, &told_shares);
+        let load = match reporter.due(&load, now) {
             Some(report) => report,
-            None if backlog != told => load.local_report(),
+            None if is_news => load.local_report(),
             None => continue,
         };
         let claim = digests.message();
@@ -160,10 +202,17 @@ pub(super) async fn tell(
             claim: claim.as_ref().map_or(&[][..], |claim| &claim[..]),
             backlog: &backlog,
             load: &load,
+            shares: &share_report,
         };
         replica.broadcast(message.write());
-        told = backlog;
+        (told, told_shares) = (backlog, share_report);
     }
+}
+
+/// The other members.
+fn others(status: &Status) -> Vec<ReplicaId> {
+    let ids = status.members.keys().filter(|id| **id != status.id);
+    ids.map(|id| ReplicaId(*id)).collect()
 }
 
 #[cfg(test)]
@@ -175,11 +224,12 @@ mod tests {
         let parts = [&b""[..], b"a", b"several"];
         for claim in parts {
             for backlog in parts {
-                for load in parts {
+                for (load, shares) in parts.into_iter().zip(parts) {
                     let message = GossipMessage {
                         claim,
                         backlog,
                         load,
+                        shares,
                     };
                     assert_eq!(GossipMessage::read(&message.write()), Some(message));
                 }
@@ -193,8 +243,21 @@ mod tests {
             claim: b"cl",
             backlog: b"",
             load: b"load",
+            shares: b"",
         };
         assert_eq!(&message.write()[..], b"\x01\x02clload");
+    }
+
+    #[test]
+    fn a_message_with_shares_is_one_of_version_3() {
+        let message = GossipMessage {
+            claim: b"cl",
+            backlog: b"b",
+            load: b"load",
+            shares: b"shares",
+        };
+        let expected = b"\x03\x02cl\x01\x00b\x04\x00\x00\x00loadshares";
+        assert_eq!(&message.write()[..], expected);
     }
 
     #[test]
@@ -203,6 +266,8 @@ mod tests {
             &b""[..],
             b"\x01",
             b"\x03\x00",
+            b"\x04\x00",
+            b"\x03\x00\x00\x00\x05\x00\x00\x00load",
             b"\x01\x05abc",
             b"\x02\x00\x01",
             b"\x02\x01c\x02\x00b",

@@ -41,6 +41,14 @@ pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<()
     ))
 }
 
+/// Whether all members have announced that they know this format.
+pub(super) fn all_know(status: &Status, format: u8) -> bool {
+    status
+        .members
+        .values()
+        .all(|member| known(member) >= format)
+}
+
 /// Returns the newest format that a member knows.
 fn known(member: &Member) -> u8 {
     let told = member.labels.get(LABEL).and_then(|it| it.parse().ok());

@@ -149,6 +149,12 @@ impl ShareBook {
         limited.map(|(backend, _)| *backend)
     }
 
+    /// A backend's limit as it was last told; `None`: none.
+    #[must_use]
+    pub fn limit(&self, backend: BackendRef) -> Option<u32> {
+        self.backends.get(&backend)?.limit
+    }
+
     /// How many requests may run at a backend from here; `None`: no limit is known.
     #[must_use]
     pub fn allowed(&self, backend: BackendRef) -> Option<u32> {

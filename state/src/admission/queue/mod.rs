@@ -34,6 +34,8 @@ pub use self::deadlines::{Expired, ExpiryReason, Forecast, QueueRejection};
 const REFRESH_LINES: usize = 4;
 /// Interval at which all user queues are refreshed, in milliseconds.
 const REFRESH_MS: u64 = 1000;
+/// Maximum number of requests examined by [`Queue::unheld`].
+const UNHELD_LOOKS_MAX: usize = 512;
 
 /// A waiting request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -220,6 +222,24 @@ impl Queue {
     #[must_use]
     pub fn get(&self, ticket: Ticket) -> Option<&QueuedRequest> {
         self.requests.get(&ticket)
+    }
+
+    /// Waiting requests that the gate does not hold, in order of arrival; of the first
+    /// [`UNHELD_LOOKS_MAX`] only.
+    pub fn unheld<'a>(
+        &'a self,
+        now_ms: u64,
+        counters: &'a impl Counters,
+        gate: &'a Gate,
+    ) -> impl Iterator<Item = &'a QueuedRequest> {
+        let is_gated = is_gated(self.rules.order);
+        let is_held = move |waiting: &QueuedRequest| {
+            let figures = counters.figures(waiting.user);
+            let key = self.key(waiting, &figures);
+            gate.holds(waiting.priority, key, figures.weight_milli, now_ms)
+        };
+        let looked_at = self.requests.values().take(UNHELD_LOOKS_MAX);
+        looked_at.filter(move |waiting| !is_gated || !is_held(waiting))
     }
 
     /// Iterates over all waiting requests, by ticket.

@@ -1,0 +1,75 @@
+//! What waits for places, as the other replicas are told: they hand over those that they do not
+//! need.
+//!
+//! Only what would go if there were a place counts. A request that the gate holds back, or that the
+//! log has not granted, would keep places from those who may go elsewhere.
+
+use state::admission::{Gate, QueuedRequest};
+
+use super::Admission;
+use super::entry::Waiter;
+use super::line::ModelQueue;
+use super::serve::QueueScan;
+use crate::routing::WantedPlaces;
+
+/// Requests of a queue that are counted at most: more than that want more places than a backend
+/// has to spare.
+const WANTED_MAX: usize = 256;
+/// Of these, requests that are looked at one by one, because they go to some backends only.
+const SELECTIVE_MAX: usize = 16;
+
+impl Admission {
+    /// `requests` like this one wait for places.
+    pub(super) fn want(
+        &self,
+        entry: &Waiter,
+        requests: u32,
+        wanted: &mut WantedPlaces,
+        look: &QueueScan,
+    ) {
+        let waited = look.now.saturating_duration_since(entry.since).as_millis();
+        let waited_ms = u32::try_from(waited).unwrap_or(u32::MAX);
+        let backends = self.decider.wanted_backends(&entry.ask(), look.now);
+        for backend in backends {
+            let waiting = wanted.entry(backend).or_default();
+            waiting.requests = waiting.requests.saturating_add(requests);
+            waiting.waited_ms = waiting.waited_ms.max(waited_ms);
+        }
+    }
+
+    /// Those who have had their turn wait for places.
+    pub(super) fn want_again(
+        &self,
+        line: &ModelQueue,
+        wanted: &mut WantedPlaces,
+        look: &QueueScan,
+    ) {
+        let again = line.again.iter().take(SELECTIVE_MAX);
+        for entry in again.filter_map(|ticket| line.entries.get(ticket)) {
+            self.want(entry, 1, wanted, look);
+        }
+    }
+
+    /// There is no room for who goes next, and who else may go.
+    pub(super) fn want_next(
+        &self,
+        line: &ModelQueue,
+        gate: &Gate,
+        wanted: &mut WantedPlaces,
+        look: &QueueScan,
+    ) {
+        let counters = self.counters(look.pricing);
+        let waiting = line.queue.unheld(look.now_ms, &counters, gate);
+        let entry = |waiting: &QueuedRequest| line.entries.get(&waiting.ticket);
+        let entries = waiting.take(WANTED_MAX).filter_map(entry);
+        let (selective, common): (Vec<&Waiter>, Vec<&Waiter>) =
+            entries.partition(|entry| entry.is_selective());
+        if let Some(first) = common.first() {
+            let requests = u32::try_from(common.len()).unwrap_or(u32::MAX);
+            self.want(first, requests, wanted, look);
+        }
+        for entry in selective.into_iter().take(SELECTIVE_MAX) {
+            self.want(entry, 1, wanted, look);
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! Shares of the backends' limits: this replica's part of the protocol of [`state::shares`].
+//!
+//! The protocol is a [`ShareBook`]; the places that requests take are in the [`LoadTable`], one
+//! word per backend. What stands between them is here: after everything that changes anything (20
+//! ms passed, a peer reported, requests began to wait, a place fell free that peers want) the book
+//! is told, what it says to hand over is withdrawn from the table, if it is free there, and the
+//! table is told how many requests may run. A request that starts looks at the table only.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use state::StateView;
+use state::admission::Batching;
+use state::ids::{BackendRef, ReplicaId, SessionId};
+use state::shares::{Demand, ShareBook};
+use tokio::time::Instant;
+
+use super::load::{LoadTable, NoPlace, ReservedPlace};
+use super::{Decider, Decision, LoadReportError, RoutingMetrics, RoutingRejection, RoutingRequest};
+
+pub mod wire;
+
+/// Requests that wait for places at a backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WaitingForPlace {
+    /// How many.
+    pub requests: u32,
+    /// How long the one that has waited longest has waited, in milliseconds.
+    pub waited_ms: u32,
+}
+
+/// What waits here, by backend.
+pub type WantedPlaces = BTreeMap<BackendRef, WaitingForPlace>;
+
+/// Where a request goes, and the place it has there.
+#[derive(Debug)]
+pub struct PlacedRequest {
+    /// The decision.
+    pub decision: Decision,
+    /// Given back if the request is not dispatched.
+    pub place: ReservedPlace,
+}
+
+/// Decisions until a request whose places others take is at the limit.
+const PLACE_TRIES: usize = 4;
+
+/// This replica's shares.
+pub struct Shares {
+    view: Arc<StateView>,
+    load: Arc<LoadTable>,
+    inner: Mutex<Inner>,
+    /// What the book's milliseconds count from.
+    epoch: Instant,
+    metrics: ShareMetrics,
+}
+
+struct Inner {
+    book: ShareBook,
+    wanted: WantedPlaces,
+}
+
+impl Shares {
+    pub(super) fn new(
+        view: Arc<StateView>,
+        load: Arc<LoadTable>,
+        (replica, session): (ReplicaId, SessionId),
+        metrics: &RoutingMetrics,
+    ) -> Self {
+        let inner = Inner {
+            book: ShareBook::new(replica, session),
+            wanted: WantedPlaces::new(),
+        };
+        Self {
+            view,
+            load,
+            inner: Mutex::new(inner),
+            epoch: Instant::now(),
+            metrics: metrics.shares.clone(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Chooses a backend for a request and takes a place there.
+    ///
+    /// # Errors
+    /// [`RoutingRejection`]; at the limit, if others took the places meanwhile.
+    pub fn place(
+        &self,
+        decider: &Decider,
+        ask: &RoutingRequest<'_>,
+        now: Instant,
+    ) -> Result<PlacedRequest, RoutingRejection> {
+        for _ in 0..PLACE_TRIES {
+            let decision = decider.decide(ask, now)?;
+            if let Some(place) = self.reserve(decision.backend) {
+                return Ok(PlacedRequest { decision, place });
+            }
+        }
+        Err(RoutingRejection::AtLimit)
+    }
+
+    /// Takes a place at a backend of those that this replica has; `None`: all are taken.
+    fn reserve(&self, backend: BackendRef) -> Option<ReservedPlace> {
+        let limit = self.view.limit(backend.slot);
+        match self.load.reserve(backend, limit) {
+            Ok(place) => Some(place),
+            Err(NoPlace::Full) => None,
+            // It is new, or another limit has been applied this moment.
+            Err(NoPlace::OtherLimit) => {
+                let mut inner = self.lock();
+                inner.book.set_limit(backend, limit);
+                self.balance(&mut inner, backend);
+                drop(inner);
+                self.load.reserve(backend, limit).ok()
+            }
+        }
+    }
+
+    /// Takes in that it is `now`, what backends and limits there are, and who else is in the
+    /// cluster and knows of shares; hands over what others need more. Call it every 20 ms, and
+    /// when [`LoadTable::news`] says so.
+    pub fn turn(&self, now: Instant, expected: &[ReplicaId]) {
+        let passed = now.saturating_duration_since(self.epoch);
+        let now_ms = u64::try_from(passed.as_millis()).unwrap_or(u64::MAX);
+        let registry = self.view.registry();
+        let service = self.view.service();
+        let backends = registry.backends.iter().map(|it| it.handle);
+        let limits: BTreeMap<BackendRef, Option<u32>> = backends
+            .map(|backend| (backend, service.limit(backend.slot)))
+            .collect();
+        let mut inner = self.lock();
+        inner.book.pass(now_ms, expected);
+        inner.book.set_limits(&limits);
+        for (backend, _) in limits.iter().filter(|(_, limit)| limit.is_none()) {
+            self.load.undivide(*backend);
+        }
+        self.balance_all(&mut inner);
+        self.show(&inner.book);
+    }
+
+    /// Takes in what waits here for places.
+    pub fn want(&self, wanted: WantedPlaces) {
+        let mut inner = self.lock();
+        let is_more = wanted.iter().any(|(backend, now)| {
+            let before = inner.wanted.get(backend).copied().unwrap_or_default();
+            now.requests > before.requests
+        });
+        inner.wanted = wanted;
+        if is_more {
+            // Who tells the peers takes the rest in.
+            self.load.news().notify_one();
+        }
+    }
+
+    /// Takes in what a peer reports.
+    ///
+    /// # Errors
+    /// [`LoadReportError`]; what it reported before then stands.
+    pub fn hear(&self, peer: ReplicaId, report: &[u8]) -> Result<(), LoadReportError> {
+        let report = wire::decode(report)?;
+        let mut inner = self.lock();
+        if inner.book.hear(peer, report) && self.balance_all(&mut inner) {
+            self.load.news().notify_one();
+        }
+        Ok(())
+    }
+
+    /// What the peers are told; see [`wire`].
+    #[must_use]
+    pub fn report(&self) -> Vec<u8> {
+        wire::encode(&self.lock().book.report())
+    }
+
+    fn show(&self, book: &ShareBook) {
+        let (mut held, mut over) = (0, 0);
+        for backend in book.backends() {
+            let allowed = book.allowed(backend).unwrap_or_default();
+            let running = self.load.here(backend).running;
+            held += i64::from(allowed);
+            over += i64::from(running.saturating_sub(allowed));
+        }
+        self.metrics.held.set(held);
+        self.metrics.over.set(over);
+    }
+
+    /// Answers whether anything was handed over.
+    fn balance_all(&self, inner: &mut Inner) -> bool {
+        let backends: Vec<BackendRef> = inner.book.backends().collect();
+        let balanced = backends.into_iter().map(|it| self.balance(inner, it));
+        balanced.fold(false, |is_any, gave| is_any | gave)
+    }
+
+    /// Hands over what the book says, as far as nothing runs there, and says what may run here.
+    fn balance(&self, inner: &mut Inner, backend: BackendRef) -> bool {
+        let Some(limit) = inner.book.limit(backend) else {
+            return false;
+        };
+        let wanted = inner.wanted.get(&backend).copied().unwrap_or_default();
+        let demand = Demand {
+            running: self.load.here(backend).running,
+            waiting: wanted.requests,
+            waited_ms: wanted.waited_ms,
+            recent: 0,
+        };
+        let started = self.load.started(backend);
+        inner.book.set_demand(backend, demand, started);
+        let registry = self.view.registry();
+        let settings = registry.admission.as_ref();
+        let is_whole = settings.is_some_and(|it| it.batching == Batching::Static);
+        let plan = inner.book.plan(backend, is_whole);
+        let mut gave = false;
+        for (to, places) in plan.gifts {
+            let share = inner.book.share(backend).unwrap_or_default();
+            let Ok(left) = u32::try_from(share - i64::from(places)) else {
+                continue;
+            };
+            if self.load.withdraw(backend, left, left) {
+                inner.book.give(backend, to, places);
+                self.metrics.handed_over.inc_by(u64::from(places));
+                gave = true;
+            }
+        }
+        let allowed = inner.book.allowed(backend).unwrap_or_default();
+        let is_owing = plan.is_owing && !is_whole;
+        if self.load.set_places(backend, limit, allowed, is_owing) {
+            self.load.less().notify_one();
+        }
+        gave
+    }
+}
+
+/// What is counted of shares. Cheap to clone; clones count together.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ShareMetrics {
+    held: Gauge,
+    over: Gauge,
+    handed_over: Counter,
+}
+
+impl ShareMetrics {
+    pub(super) fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "quorate_route_places",
+            "Requests that this replica may have running at limited backends",
+            self.held.clone(),
+        );
+        registry.register(
+            "quorate_route_places_exceeded",
+            "Requests running beyond that, because a limit fell or replicas came and went",
+            self.over.clone(),
+        );
+        registry.register(
+            "quorate_route_places_handed_over",
+            "Places handed to other replicas",
+            self.handed_over.clone(),
+        );
+    }
+}
