@@ -57,6 +57,17 @@ pub struct Shares {
     metrics: ShareMetrics,
 }
 
+/// With whom a replica shares limits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ShareStanding {
+    /// Names them: others in the same epoch know the same.
+    pub epoch: u64,
+    /// How many they are, this replica included.
+    pub members: usize,
+    /// Whether they are known to agree; until then no more runs here than before.
+    pub is_settled: bool,
+}
+
 struct Inner {
     book: ShareBook,
     wanted: WantedPlaces,
@@ -169,6 +180,17 @@ impl Shares {
             self.load.news().notify_one();
         }
         Ok(())
+    }
+
+    /// With whom limits are shared.
+    #[must_use]
+    pub fn standing(&self) -> ShareStanding {
+        let inner = self.lock();
+        ShareStanding {
+            epoch: inner.book.epoch().0,
+            members: inner.book.members_len(),
+            is_settled: !inner.book.is_unsettled(),
+        }
     }
 
     /// What the peers are told; see [`wire`].

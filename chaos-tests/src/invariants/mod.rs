@@ -17,6 +17,7 @@ pub mod exact_is_true;
 #[cfg(test)]
 pub(crate) mod fixture;
 pub mod leases_as_told;
+pub mod limits_held;
 pub mod linearizable;
 pub mod linearizable_by_search;
 pub mod majority_answers;
@@ -99,6 +100,7 @@ pub const ALL: &[Invariant] = &[
     invariant!(converged),
     invariant!(nothing_left),
     invariant!(advances_are_used),
+    invariant!(limits_held),
 ];
 
 /// Those that need no replay of the log: cheap enough to be asked for again and again.
@@ -111,6 +113,7 @@ const CHEAP: &[Invariant] = &[
     invariant!(events_in_order),
     invariant!(exact_is_true),
     invariant!(majority_answers),
+    invariant!(limits_held),
 ];
 
 /// Checks what can be checked in passing, so that a run that is broken ends early.

@@ -9,6 +9,7 @@
 pub mod comparison;
 pub mod history;
 pub mod image;
+pub mod limits;
 pub mod linear;
 pub mod model;
 pub mod observation;

@@ -10,6 +10,7 @@ use state::ids::{BlockHash, LogIndex, ReplicaId};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::image::StateImage;
+use super::limits::LimitWatch;
 
 /// One run of a replica: from its start until it is stopped, or crashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,6 +53,8 @@ pub struct Observation {
     /// number and its mark, which no two messages share: all blocks in the cache, as the router
     /// calls them.
     pub engines: BTreeMap<(u64, u64), Arc<BTreeSet<BlockHash>>>,
+    /// Whether the backends' limits held.
+    pub limits: LimitWatch,
     /// What the replicas are at the end, after everything was healed and nothing is under way: of
     /// all that are members. Empty before.
     pub at_rest: BTreeMap<ReplicaId, AtRest>,

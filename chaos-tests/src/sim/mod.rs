@@ -13,6 +13,7 @@
 pub mod faults;
 mod heal;
 mod inject;
+mod limits;
 pub mod log;
 pub mod network;
 pub mod node;

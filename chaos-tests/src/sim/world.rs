@@ -262,6 +262,7 @@ impl World {
         if now_us.is_multiple_of(LOOK_EVERY_US) {
             self.look_around();
         }
+        self.observe_limits();
         for panic in panics::take() {
             self.ledger.blame(format!("panic: {panic}"));
         }

@@ -295,6 +295,12 @@ impl ShareBook {
         self.epoch
     }
 
+    /// How many replicas are in the epoch, this one included.
+    #[must_use]
+    pub fn members_len(&self) -> usize {
+        self.others.len() + 1
+    }
+
     /// Whether this replica has not heard yet that all members are in its epoch.
     #[must_use]
     pub fn is_unsettled(&self) -> bool {

@@ -1,0 +1,94 @@
+//! Replicas that agree on who they are and on a backend's limit never run more requests there than
+//! that, all of them together.
+
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I70";
+/// As a statement.
+pub const NAME: &str = "a backend's limit holds over all replicas";
+
+/// Looks at every moment at which a request had started at a limited backend.
+///
+/// # Errors
+/// When one started beyond the limit.
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    let limits = &record.observation.limits;
+    match &limits.exceeded {
+        Some(detail) => Err(super::violation(NUMBER, NAME, detail.clone())),
+        None => Ok(limits.starts),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use state::ids::{BackendRef, Incarnation, Slot};
+
+    use super::*;
+    use crate::invariants::fixture::run;
+    use crate::oracle::limits::ShareLook;
+
+    /// Looks at replicas, each as `(epoch, limit, running, allowed)`, one moment after the other.
+    fn story(moments: &[&[(u64, u32, u32, u32)]]) -> Result<Subjects, PropertyError> {
+        let backend = BackendRef {
+            slot: Slot(0),
+            incarnation: Incarnation(1),
+        };
+        let mut record = RunRecord::default();
+        for (at_us, moment) in (0..).zip(moments) {
+            let look = |(id, (epoch, limit, running, allowed)): (u8, &(u64, u32, u32, u32))| {
+                let alike = moment.iter().filter(|it| it.0 == *epoch);
+                ShareLook {
+                    run: run(id, 1),
+                    epoch: *epoch,
+                    members: alike.count(),
+                    is_settled: true,
+                    limit: *limit,
+                    running: *running,
+                    allowed: *allowed,
+                }
+            };
+            let looks = (1..).zip(*moment).map(look).collect();
+            let looks = BTreeMap::from([(backend, looks)]);
+            record.observation.limits.look(at_us, &looks);
+        }
+        check(&record)
+    }
+
+    #[test]
+    fn a_limit_that_is_filled_is_accepted() {
+        let idle = [(7, 6, 0, 3), (7, 6, 0, 3)];
+        let full = [(7, 6, 3, 3), (7, 6, 3, 3)];
+        let moved = [(7, 6, 2, 2), (7, 6, 4, 4)];
+        assert_eq!(story(&[&idle, &full, &idle, &moved]), Ok(2));
+        // What ran before the limit fell goes on.
+        let fell = [(7, 4, 3, 2), (7, 4, 3, 2)];
+        assert_eq!(story(&[&idle, &full, &fell]), Ok(1));
+        // Sides of a partition have a limit each.
+        let sides = [(8, 6, 6, 6), (9, 6, 6, 6)];
+        assert_eq!(story(&[&full, &sides, &sides]), Ok(0));
+    }
+
+    #[test]
+    fn a_request_beyond_the_limit_is_seen() {
+        let idle = [(7, 6, 0, 3), (7, 6, 0, 3)];
+        let beyond = [(7, 6, 4, 4), (7, 6, 3, 3)];
+        assert!(story(&[&idle, &beyond]).is_err());
+        let over = [(7, 6, 5, 3), (7, 6, 2, 3)];
+        let more = [(7, 6, 5, 3), (7, 6, 3, 3)];
+        let most = [(7, 6, 5, 3), (7, 6, 4, 4)];
+        assert_eq!(story(&[&over, &more]), Ok(1));
+        assert!(story(&[&over, &most]).is_err());
+    }
+
+    #[test]
+    fn who_does_not_agree_proves_nothing() {
+        let one = [(7, 6, 9, 9)];
+        assert_eq!(story(&[&one]), Ok(0));
+        let two_limits = [(7, 6, 3, 3), (7, 9, 6, 6)];
+        assert_eq!(story(&[&two_limits, &two_limits]), Ok(0));
+    }
+}

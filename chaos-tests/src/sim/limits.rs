@@ -1,0 +1,44 @@
+//! What runs at limited backends, looked at in every step.
+
+use std::collections::BTreeMap;
+
+use state::ids::BackendRef;
+
+use super::world::World;
+use crate::oracle::limits::ShareLook;
+
+impl World {
+    /// Notes what each replica runs, and may, at each limited backend.
+    pub(super) fn observe_limits(&self) {
+        let mut looks: BTreeMap<BackendRef, Vec<ShareLook>> = BTreeMap::new();
+        for seat in self.seats.values() {
+            // Requests of a process that is paused run on.
+            let Some(core) = seat.machine.core_at_rest() else {
+                continue;
+            };
+            let (router, service) = (core.router(), core.view().service());
+            let standing = router.shares().standing();
+            for backend in &core.view().registry().backends {
+                let handle = backend.handle;
+                let Some(limit) = service.limit(handle.slot) else {
+                    continue;
+                };
+                let Some((_, allowed)) = router.load().places(handle, limit) else {
+                    continue;
+                };
+                looks.entry(handle).or_default().push(ShareLook {
+                    run: seat.run,
+                    epoch: standing.epoch,
+                    members: standing.members,
+                    is_settled: standing.is_settled,
+                    limit,
+                    running: router.load().here(handle).running,
+                    allowed,
+                });
+            }
+        }
+        let now_us = self.now_us();
+        self.ledger
+            .with(|record| record.observation.limits.look(now_us, &looks));
+    }
+}
