@@ -172,6 +172,12 @@ impl ProcessCluster {
         self.layout.replicas[number].data
     }
 
+    /// Where one engine answers.
+    #[must_use]
+    pub fn engine_addr(&self, number: usize) -> SocketAddr {
+        self.layout.engines[number]
+    }
+
     /// Where one replica serves its peers.
     #[must_use]
     pub fn peer_addr(&self, number: usize) -> SocketAddr {
