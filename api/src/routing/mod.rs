@@ -86,7 +86,9 @@ pub use record::{
     AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, SEEN_MAX, SeenBackendView,
 };
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
-pub use shares::{ShareStanding, Shares, WaitingForPlace, WantedPlaces, wire as share_reports};
+pub use shares::{
+    PlacedRequest, ShareStanding, Shares, WaitingForPlace, WantedPlaces, wire as share_reports,
+};
 pub use verdict::FilterVerdict;
 
 pub use crate::user_name::UserName;

@@ -81,9 +81,10 @@ impl Cluster {
 
     fn place(&self, at: usize) -> Result<PlacedRequest, RoutingRejection> {
         let identity = bench_identity();
-        self.replicas[at]
-            .router
-            .place(&ask(&identity, &[]), self.now)
+        let router = &self.replicas[at].router;
+        router
+            .shares()
+            .place(router.decider(), &ask(&identity, &[]), self.now)
     }
 
     /// Starts as many as it may, up to `requests`.
