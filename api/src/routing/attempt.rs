@@ -102,19 +102,6 @@ pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
 }
 
 impl Dispatcher {
-    /// As [`Dispatcher::dispatch_to`], whether or not there is a place.
-    pub fn dispatch(
-        self: &Arc<Self>,
-        decision: &Decision,
-        ask: &RoutingRequest<'_>,
-        terms: DispatchTerms,
-        now: Instant,
-    ) -> Attempt {
-        let place = self.load.take(decision.backend);
-        let decision = decision.clone();
-        self.dispatch_to(PlacedRequest { decision, place }, ask, terms, now)
-    }
-
     /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
     /// before this returns.
     pub fn dispatch_to(

@@ -13,7 +13,6 @@ use prometheus_client::registry::Registry;
 
 use super::outbox::OutboxStatus;
 use super::outbox::driver::DriverMetrics;
-use super::shares::ShareMetrics;
 use super::verdict::{FilterCounts, FilterVerdict};
 use super::{AttemptEnd, RoutingRejection};
 use crate::prompt::TokenizingMetrics;
@@ -83,6 +82,34 @@ pub struct RoutingMetrics {
     pub(super) driver: DriverMetrics,
     pub(super) shares: ShareMetrics,
     pub(super) tokenizing: TokenizingMetrics,
+}
+
+/// What is counted of shares. Cheap to clone; clones count together.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ShareMetrics {
+    pub(super) held: Gauge,
+    pub(super) over: Gauge,
+    pub(super) handed_over: Counter,
+}
+
+impl ShareMetrics {
+    fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "quorate_route_places",
+            "Requests that this replica may have running at limited backends",
+            self.held.clone(),
+        );
+        registry.register(
+            "quorate_route_places_exceeded",
+            "Requests running beyond that, because a limit fell or replicas came and went",
+            self.over.clone(),
+        );
+        registry.register(
+            "quorate_route_places_handed_over",
+            "Places handed to other replicas",
+            self.handed_over.clone(),
+        );
+    }
 }
 
 /// All ends, in the order of [`BackendMeter`]'s counters.

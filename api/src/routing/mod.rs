@@ -277,12 +277,7 @@ impl Router {
             models,
             metrics.tokenizing.clone(),
         );
-        let shares = Shares::new(
-            Arc::clone(&view),
-            Arc::clone(&load),
-            (replica, session),
-            &metrics,
-        );
+        let shares = Shares::new((&view, &load), (replica, session), &metrics);
         let decider = Decider {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),

@@ -9,9 +9,6 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
 use state::StateView;
 use state::admission::Batching;
 use state::ids::{BackendRef, ReplicaId, SessionId};
@@ -19,6 +16,7 @@ use state::shares::{Demand, ShareBook};
 use tokio::time::Instant;
 
 use super::load::{LoadTable, NoPlace, ReservedPlace};
+use super::metrics::ShareMetrics;
 use super::{Decider, Decision, LoadReportError, RoutingMetrics, RoutingRejection, RoutingRequest};
 
 pub mod wire;
@@ -75,8 +73,7 @@ struct Inner {
 
 impl Shares {
     pub(super) fn new(
-        view: Arc<StateView>,
-        load: Arc<LoadTable>,
+        (view, load): (&Arc<StateView>, &Arc<LoadTable>),
         (replica, session): (ReplicaId, SessionId),
         metrics: &RoutingMetrics,
     ) -> Self {
@@ -85,8 +82,8 @@ impl Shares {
             wanted: WantedPlaces::new(),
         };
         Self {
-            view,
-            load,
+            view: Arc::clone(view),
+            load: Arc::clone(load),
             inner: Mutex::new(inner),
             epoch: Instant::now(),
             metrics: metrics.shares.clone(),
@@ -254,33 +251,5 @@ impl Shares {
             self.load.less().notify_one();
         }
         gave
-    }
-}
-
-/// What is counted of shares. Cheap to clone; clones count together.
-#[derive(Debug, Clone, Default)]
-pub(super) struct ShareMetrics {
-    held: Gauge,
-    over: Gauge,
-    handed_over: Counter,
-}
-
-impl ShareMetrics {
-    pub(super) fn register(&self, registry: &mut Registry) {
-        registry.register(
-            "quorate_route_places",
-            "Requests that this replica may have running at limited backends",
-            self.held.clone(),
-        );
-        registry.register(
-            "quorate_route_places_exceeded",
-            "Requests running beyond that, because a limit fell or replicas came and went",
-            self.over.clone(),
-        );
-        registry.register(
-            "quorate_route_places_handed_over",
-            "Places handed to other replicas",
-            self.handed_over.clone(),
-        );
     }
 }

@@ -25,10 +25,9 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
 mod tests {
     use std::collections::BTreeMap;
 
-    use state::ids::{BackendRef, Incarnation, Slot};
+    use state::ids::{BackendRef, Incarnation, ReplicaId, Slot};
 
     use super::*;
-    use crate::invariants::fixture::run;
     use crate::oracle::limits::ShareLook;
 
     /// Looks at replicas, each as `(epoch, limit, running, allowed)`, one moment after the other.
@@ -42,7 +41,7 @@ mod tests {
             let look = |(id, (epoch, limit, running, allowed)): (u8, &(u64, u32, u32, u32))| {
                 let alike = moment.iter().filter(|it| it.0 == *epoch);
                 ShareLook {
-                    run: run(id, 1),
+                    replica: ReplicaId(id),
                     epoch: *epoch,
                     members: alike.count(),
                     is_settled: true,

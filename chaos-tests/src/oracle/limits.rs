@@ -7,15 +7,13 @@
 
 use std::collections::BTreeMap;
 
-use state::ids::BackendRef;
-
-use super::observation::ReplicaRun;
+use state::ids::{BackendRef, ReplicaId};
 
 /// One replica at one limited backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ShareLook {
     /// The replica.
-    pub run: ReplicaRun,
+    pub replica: ReplicaId,
     /// Names those that it shares limits with.
     pub epoch: u64,
     /// How many they are, itself included.

@@ -27,7 +27,7 @@ impl World {
                     continue;
                 };
                 looks.entry(handle).or_default().push(ShareLook {
-                    run: seat.run,
+                    replica: seat.run.replica,
                     epoch: standing.epoch,
                     members: standing.members,
                     is_settled: standing.is_settled,

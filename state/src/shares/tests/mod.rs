@@ -1,2 +1,4 @@
+//! Shares: the arithmetic, and clusters of books.
+
 mod model;
 mod split;
