@@ -102,6 +102,18 @@ pub(crate) fn pricing_of(registry: &Registry) -> Pricing {
 }
 
 impl Dispatcher {
+    /// As [`Dispatcher::dispatch_to`], whether or not there is a place.
+    pub fn dispatch(
+        self: &Arc<Self>,
+        decision: &Decision,
+        ask: &RoutingRequest<'_>,
+        terms: DispatchTerms,
+        now: Instant,
+    ) -> Attempt {
+        let (decision, place) = (decision.clone(), self.load.take(decision.backend));
+        self.dispatch_to(PlacedRequest { decision, place }, ask, terms, now)
+    }
+
     /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
     /// before this returns.
     pub fn dispatch_to(
@@ -129,7 +141,6 @@ impl Dispatcher {
             output: expected.map_or(0, |expected| expected.tokens()),
         };
         let mut before = self.load.cluster(backend, now);
-        // Its own place.
         before.running = before.running.saturating_sub(1);
         let stopwatch = AttemptTimer::start(before, uncached_tokens, now);
         let underway = place.into_guard(uncached_tokens);

@@ -21,7 +21,6 @@ use super::load::LoadTable;
 use super::outbox::{Overlay, SharedOutbox};
 use super::priced::{LargestRequest, PricedTotal};
 use super::samples::ServiceSamples;
-use super::{Attempt, Decision, DispatchTerms, PlacedRequest, RoutingRequest};
 use crate::backends::Backends;
 use crate::user_name::UserName;
 
@@ -47,19 +46,6 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    /// As [`Dispatcher::dispatch_to`], whether or not there is a place.
-    pub fn dispatch(
-        self: &Arc<Self>,
-        decision: &Decision,
-        ask: &RoutingRequest<'_>,
-        terms: DispatchTerms,
-        now: Instant,
-    ) -> Attempt {
-        let place = self.load.take(decision.backend);
-        let decision = decision.clone();
-        self.dispatch_to(PlacedRequest { decision, place }, ask, terms, now)
-    }
-
     /// A request of this user waits from here on, until [`Dispatcher::end_wait`]: a user who waits
     /// is not idle. Returns whom the request is charged to.
     #[must_use]
