@@ -189,6 +189,7 @@ pub fn peer_message_seeds() -> Vec<Vec<u8>> {
         header,
         bytes: "\x01\x00".into(),
         unix_ms: 1_700_000_000_000,
+        applied: 7,
     };
     let secret = Secret::new(&[7; 32]).expect("it is long enough");
     let hello = proto::Hello {

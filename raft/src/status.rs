@@ -33,6 +33,8 @@ pub struct Status {
     pub is_removed: bool,
     /// Why the replica stopped for good (storage fault, machine stopped).
     pub fault: Option<String>,
+    /// Why it is in no cluster yet, as far as it knows. It keeps trying.
+    pub unjoined: Option<String>,
     /// Why nothing can be written to its log at present (disk full). It resumes by itself.
     pub waiting: Option<String>,
     /// All members, this one included.
@@ -72,6 +74,7 @@ pub struct Member {
     pub is_connected: bool,
     /// Whether its host answers that nothing listens at its address: its process is gone.
     pub is_refusing: bool,
-    /// How many entries it is behind; known on the leader only.
+    /// How many entries it is behind; known on the leader only, see
+    /// [`Replica::peers_applied`](crate::Replica::peers_applied).
     pub lag: Option<u64>,
 }

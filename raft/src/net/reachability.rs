@@ -25,6 +25,7 @@ pub(crate) struct Reachability(Mutex<State>);
 struct State {
     heard: BTreeMap<u64, Instant>,
     reports: BTreeMap<u64, (Instant, PeerReport)>,
+    applied: BTreeMap<u64, u64>,
 }
 
 /// What a peer reports with its answer to an append.
@@ -47,6 +48,18 @@ impl Reachability {
         let state = lock(&self.0);
         let lately = state.heard.iter().filter(|(_, at)| at.elapsed() <= LATELY);
         lately.map(|(peer, _)| *peer).collect()
+    }
+
+    /// `peer` has applied its log up to `index`; 0: an earlier build, which does not tell.
+    pub(crate) fn applied(&self, peer: u64, index: u64) {
+        if index > 0 {
+            lock(&self.0).applied.insert(peer, index);
+        }
+    }
+
+    /// The last log index that each peer told to have applied.
+    pub(crate) fn all_applied(&self) -> BTreeMap<u64, u64> {
+        lock(&self.0).applied.clone()
     }
 
     /// `peer` has reported. Earlier builds report nothing, not even themselves.

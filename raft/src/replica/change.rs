@@ -315,7 +315,8 @@ impl ReplicaInner {
         if known.store != told.store {
             return Outcome::Refused(format!(
                 "replica {id} is a member with another store: a replica that lost its store joins \
-                 under a new id"
+                 under a new id (start it with another node.id and cluster.join, promote it, then \
+                 remove replica {id}; with the old data directory it comes back as it was)"
             ));
         }
         if let Err(why) = check_told(&told.address, &told.labels) {

@@ -29,6 +29,7 @@ use super::introduction::check_told;
 use crate::determinism::random;
 use crate::error::ChangeError;
 use crate::identity::ClusterBinding;
+use crate::locks::lock;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
 use crate::status::Role;
@@ -118,7 +119,12 @@ impl ReplicaInner {
     async fn get_in(&self) {
         let mut last_problem = String::new();
         while !self.is_member() {
-            if let Err(problem) = self.look().await
+            let problem = self.look().await.err();
+            let before = std::mem::replace(&mut *lock(&self.unjoined), problem.clone());
+            if before != problem {
+                self.refresh();
+            }
+            if let Some(problem) = problem
                 && problem != last_problem
             {
                 tracing::warn!(problem, "not in a cluster yet");

@@ -13,7 +13,7 @@ mod removal;
 mod tests;
 mod upkeep;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -88,6 +88,8 @@ pub(crate) struct ReplicaInner {
     /// Bounds the log lines about refused calls.
     pub(crate) refusals: LogThrottle,
     pub(crate) is_stopping: AtomicBool,
+    /// Why this replica is in no cluster, by the last attempt to get into one.
+    unjoined: std::sync::Mutex<Option<String>>,
     /// Whether peers say that this replica is no longer a member.
     pub(crate) is_removed: AtomicBool,
     pub(crate) cancel: CancellationToken,
@@ -161,6 +163,7 @@ impl Replica {
             installing: SnapshotInstalls::default(),
             refusals: LogThrottle::default(),
             is_stopping: AtomicBool::new(false),
+            unjoined: std::sync::Mutex::default(),
             is_removed: AtomicBool::new(false),
             cancel,
             tasks: TaskTracker::new(),
@@ -190,6 +193,16 @@ impl Replica {
     #[must_use]
     pub fn watch(&self) -> watch::WatchReceiver<Status> {
         self.inner.status.subscribe()
+    }
+
+    /// The last log index that each peer told to have applied. Peers tell it some times a second;
+    /// those of earlier builds do not.
+    #[must_use]
+    pub fn peers_applied(&self) -> BTreeMap<u8, u64> {
+        let applied = self.inner.links.reachability.all_applied().into_iter();
+        applied
+            .filter_map(|(id, index)| Some((u8::try_from(id).ok()?, index)))
+            .collect()
     }
 
     /// Sends `bytes` to every connected peer, outside the log. Never waits; a slow peer gets only

@@ -11,6 +11,7 @@ use openraft::ServerState;
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::files::is_shortage;
+use crate::locks::lock;
 use crate::status::{Member, Role, Status};
 use crate::types::{self, Metrics, shown};
 
@@ -179,6 +180,7 @@ impl ReplicaInner {
             caught_up: was_caught_up || self.is_caught_up(metrics),
             is_removed,
             fault,
+            unjoined: (!is_member).then(|| lock(&self.unjoined).clone()).flatten(),
             waiting: self.log.waiting().borrow().clone(),
             members: self.members(metrics),
         }

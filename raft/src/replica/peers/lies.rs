@@ -165,6 +165,7 @@ impl Lie {
             header: Some(header),
             bytes: self.draw.to_le_bytes().to_vec().into(),
             unix_ms: 0,
+            applied: 0,
         }
     }
 

@@ -15,6 +15,7 @@ use crate::determinism::watch;
 use crate::machine::PeerHandler;
 use crate::net::{CallError, LinkLane};
 use crate::replica::ReplicaInner;
+use crate::status::Status;
 use crate::wire::proto;
 
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -62,6 +63,7 @@ async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
     let outgoing = outgoing(
         peer.header(),
         inner.outgoing.subscribe(),
+        inner.status.subscribe(),
         inner.handler.clone(),
     );
     let opened: Result<_, CallError> = peer
@@ -89,6 +91,7 @@ async fn run_stream(inner: &Arc<ReplicaInner>, id: u64) -> String {
 fn outgoing(
     header: proto::Header,
     newest: watch::WatchReceiver<Bytes>,
+    status: watch::WatchReceiver<Status>,
     handler: Arc<dyn PeerHandler>,
 ) -> impl Stream<Item = proto::PeerMessage> + Send + 'static {
     let first = proto::PeerMessage {
@@ -96,18 +99,19 @@ fn outgoing(
         ..proto::PeerMessage::default()
     };
     stream::unfold(
-        (Some(first), newest, handler),
-        |(mut first, mut newest, handler)| async move {
+        (Some(first), newest, status, handler),
+        |(mut first, mut newest, status, handler)| async move {
             if let Some(first) = first.take() {
-                return Some((first, (None, newest, handler)));
+                return Some((first, (None, newest, status, handler)));
             }
             newest.changed().await.ok()?;
             let message = proto::PeerMessage {
                 header: None,
                 bytes: newest.borrow_and_update().clone(),
                 unix_ms: handler.unix_ms(),
+                applied: status.borrow().applied,
             };
-            Some((message, (None, newest, handler)))
+            Some((message, (None, newest, status, handler)))
         },
     )
 }

@@ -409,6 +409,10 @@ impl Peer for PeerRpc {
                         return None;
                     }
                     inner.links.reachability.heard(from.into());
+                    inner
+                        .links
+                        .reachability
+                        .applied(from.into(), message.applied);
                     if message.unix_ms != 0 {
                         inner.handler.clock(from, message.unix_ms);
                     }

@@ -95,6 +95,7 @@ fn messages(header: proto::Header) -> impl tokio_stream::Stream<Item = proto::Pe
         header: Some(header),
         bytes: "digest".into(),
         unix_ms: 0,
+        applied: 0,
     }])
 }
 
