@@ -42,13 +42,16 @@ struct Register {
 }
 
 impl RegisterKey {
-    /// What a command writes: nothing that can be read as a whole, one key, or two at once.
+    /// What a command writes: nothing that can be read as a whole, one key, or several at once.
     #[must_use]
     pub fn all_of(command: &Command) -> Vec<Self> {
         vec![match command {
             Command::SetUser { user, .. } => {
                 let name = &user.name;
                 return vec![Self::Weight(name.clone()), Self::Limits(name.clone())];
+            }
+            Command::FoundWithSettings(_) => {
+                return vec![Self::Policy, Self::Routing, Self::Admission];
             }
             Command::PutBackend(spec) => Self::Backend(spec.id.clone()),
             Command::DeleteBackend { name } | Command::SetDraining { name, .. } => {
@@ -135,6 +138,14 @@ impl Registers {
             self.write(&Command::PutUser(user.clone()));
             let (name, limits) = (user.name.clone(), *limits);
             return self.write(&Command::PutUserLimits { name, limits });
+        }
+        if let Command::FoundWithSettings(founding) = command {
+            if self.0.contains_key(&RegisterKey::Policy) {
+                return Reply::Rejected(Rejection::AlreadyInitialised);
+            }
+            self.write(&Command::PutPolicy(founding.policy.clone()));
+            self.write(&Command::PutRouting(founding.routing.clone()));
+            return self.write(&Command::PutAdmission(founding.admission.clone()));
         }
         let Some(key) = RegisterKey::all_of(command).pop() else {
             return Reply::Applied;

@@ -68,7 +68,7 @@ pub enum Lane {
 pub enum Command {
     /// Founds a cluster without a hash secret and fixes what cannot change later. Rejected if the
     /// cluster is already initialised. Earlier builds wrote it; this build writes
-    /// [`Command::FoundCluster`].
+    /// [`Command::FoundWithSettings`].
     InitCluster {
         /// Seed of all block and user hashes. Random, so that no client can construct collisions.
         hash_seed: u64,
@@ -182,6 +182,26 @@ pub enum Command {
         /// Limits of the user. Without any bound, the limits for all users apply.
         limits: UserLimits,
     },
+    /// [`Command::FoundCluster`] with every setting that a config gives, so that no config read
+    /// later sets one by being the first to. Format version 4.
+    FoundWithSettings(Box<Founding>),
+}
+
+/// What a cluster is founded with.
+#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+pub struct Founding {
+    /// Seed of the user hashes and of each chain's first link.
+    pub hash_seed: u64,
+    /// Secret that every block is hashed under.
+    pub hash_secret: HashSecret,
+    /// Initial routing policy.
+    pub policy: PolicyConfig,
+    /// Token prices.
+    pub fairness: FairnessSettings,
+    /// Initial routing settings beside the policy.
+    pub routing: RoutingSettings,
+    /// Initial admission settings.
+    pub admission: AdmissionSettings,
 }
 
 /// One fact in a batch. Attempts are offsets from the batch's `base_attempt`.

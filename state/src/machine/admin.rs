@@ -4,7 +4,7 @@
 use super::{AuditAction, AuditEntry, RouterState};
 use crate::backends::BackendSpec;
 use crate::bounds::NAME_BYTES_MAX;
-use crate::command::{Origin, UserSpec};
+use crate::command::{Founding, Origin, UserSpec};
 use crate::ids::{ReplicaId, SessionId};
 use crate::policy::PolicyConfig;
 use crate::prefix::{BlockHasher, user_key};
@@ -33,6 +33,31 @@ impl RouterState {
         };
         self.hash_secret = hashing.secret;
         self.note(origin, AuditAction::InitCluster, subject);
+        Ok(())
+    }
+
+    pub(super) fn found_with_settings(
+        &mut self,
+        origin: &Origin,
+        founding: Founding,
+    ) -> Result<(), Rejection> {
+        let Founding {
+            hash_seed,
+            hash_secret,
+            policy,
+            fairness,
+            routing,
+            admission,
+        } = founding;
+        routing.validate()?;
+        admission.validate()?;
+        let hashing = BlockHasher {
+            seed: hash_seed,
+            secret: Some(hash_secret),
+        };
+        self.init_cluster(origin, hashing, policy, fairness)?;
+        self.settings.routing = Some(routing);
+        self.set_admission(admission);
         Ok(())
     }
 

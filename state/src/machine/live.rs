@@ -98,13 +98,18 @@ impl RouterState {
         settings: AdmissionSettings,
     ) -> Result<(), Rejection> {
         settings.validate()?;
+        self.set_admission(settings);
+        self.note(origin, AuditAction::PutAdmission, String::new());
+        Ok(())
+    }
+
+    /// Replaces the admission settings by valid ones.
+    pub(super) fn set_admission(&mut self, settings: AdmissionSettings) {
         if settings.bins != self.admission_settings().bins {
             self.outputs.rebin(settings.bins);
             self.is_outputs_changed = true;
         }
         self.settings.admission = Some(settings);
-        self.note(origin, AuditAction::PutAdmission, String::new());
-        Ok(())
     }
 
     pub(super) fn put_user_limits(

@@ -291,6 +291,7 @@ impl RouterState {
                 };
                 self.init_cluster(origin, hashing, policy, fairness)
             }
+            Command::FoundWithSettings(founding) => self.found_with_settings(origin, *founding),
             _ if !self.config.initialised => Err(Rejection::NotInitialised),
             Command::Batch {
                 base_attempt,

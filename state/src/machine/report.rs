@@ -192,6 +192,12 @@ impl RouterState {
         self.users.waiting_len()
     }
 
+    /// Returns the priced tokens ever charged to all users, saturating.
+    #[must_use]
+    pub fn users_charged(&self) -> u64 {
+        self.users.charged()
+    }
+
     /// Returns the virtual time of the fair order, in milli-tokens: the counter that an arriving
     /// user is lifted to. See [`crate::users`].
     #[must_use]

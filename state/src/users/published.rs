@@ -5,7 +5,7 @@ use super::map::UserMap;
 use crate::admission::{Counters, UserFigures};
 use crate::ids::UserKey;
 use crate::pricing::milli_tokens;
-use crate::quotas::Quota;
+use crate::quotas::{PendingUse, Quota};
 use crate::settings::UserLimits;
 
 /// Window of the `rpm` order, in milliseconds.
@@ -41,6 +41,19 @@ impl UsersView {
             },
             |user| user.quota(&self.limits),
         )
+    }
+}
+
+impl UsersView {
+    /// Returns how many users' next request would be refused at `now_ms`, in replicated time. Looks
+    /// at every user.
+    #[must_use]
+    pub fn over_limits(&self, now_ms: u64) -> usize {
+        let pending = PendingUse::default();
+        let users = self.map.iter();
+        users
+            .filter(|(_, user)| user.quota(&self.limits).check(now_ms, &pending).is_err())
+            .count()
     }
 }
 

@@ -143,6 +143,11 @@ impl Users {
         self.waiting.len()
     }
 
+    /// Returns the priced tokens ever charged, saturating.
+    pub(crate) fn charged(&self) -> u64 {
+        u64::try_from(self.totals.charged).unwrap_or(u64::MAX)
+    }
+
     /// Returns the counter that an arriving user is lifted to; see the module documentation.
     pub(crate) fn virtual_time(&self) -> u64 {
         let least = |users: &BTreeSet<(u64, UserKey)>| users.first().map(|(counter, _)| *counter);

@@ -1,11 +1,14 @@
 //! Admission in the state: commands, snapshots, and that a state without it is as before.
 
 use state::admission::{AdmissionSettings, ChargeInput};
-use state::command::{Charge, Command, Item, Rejection, Reply, UserSpec};
+use state::command::{Charge, Command, Founding, Item, Lane, Rejection, Reply, UserSpec};
 use state::grants::Wait;
-use state::ids::{ModelKey, ReplicaId, Ticket};
+use state::ids::{LogIndex, ModelKey, ReplicaId, Ticket};
+use state::policy::{PolicyConfig, RoutingSettings};
 use state::prefix::user_key;
 use state::quotas::UserLimits;
+use state::users::FairnessSettings;
+use state::{AuditAction, RouterState};
 
 use crate::common::{self, Driver, restored, snapshot};
 
@@ -52,6 +55,54 @@ fn limits_are_set_checked_and_removed() {
         Reply::Rejected(Rejection::Invalid { .. })
     ));
     assert_eq!(driver.state.check(), Ok(()));
+}
+
+#[test]
+fn a_founding_sets_everything_or_nothing() {
+    let founding = |requests, bins| {
+        let admission = AdmissionSettings {
+            bins,
+            user_limits: limits(requests),
+            ..AdmissionSettings::default()
+        };
+        let routing = RoutingSettings {
+            learn: false,
+            ..RoutingSettings::default()
+        };
+        Command::FoundWithSettings(Box::new(Founding {
+            hash_seed: common::HASH_SEED,
+            hash_secret: common::secret(),
+            policy: PolicyConfig::LeastRequest,
+            fairness: FairnessSettings::default(),
+            routing,
+            admission,
+        }))
+    };
+    let mut state = RouterState::new();
+    let mut apply = |seq, command| {
+        let index = LogIndex(state.applied().0 + 1);
+        let envelope = common::envelope(1, 1, Lane::Admin, seq, command);
+        state.apply(index, envelope)
+    };
+    let refused = apply(1, founding(0, 4));
+    assert!(matches!(
+        refused,
+        Reply::Rejected(Rejection::Invalid { .. })
+    ));
+    assert_eq!(apply(2, founding(5, 4)), Reply::Applied);
+    let again = Reply::Rejected(Rejection::AlreadyInitialised);
+    assert_eq!(apply(3, founding(7, 1)), again);
+    let registry = state.view().registry();
+    assert_eq!(registry.policy, PolicyConfig::LeastRequest);
+    assert_eq!(registry.hash_secret, Some(common::secret()));
+    assert!(registry.routing.as_ref().is_some_and(|it| !it.learn));
+    let admission = registry.admission.as_ref().unwrap();
+    assert_eq!((admission.bins, admission.user_limits), (4, limits(5)));
+    assert_eq!(state.check(), Ok(()));
+    let copy = restored(&snapshot(&state));
+    assert_eq!(copy.digest(), state.digest());
+    let actions: Vec<_> = state.audit().map(|entry| entry.action).collect();
+    assert_eq!(actions, [AuditAction::InitCluster]);
 }
 
 #[test]

@@ -121,6 +121,11 @@ impl ReferenceModel {
                 self.prices = *fairness;
                 self.users.begin(*hash_seed);
             }
+            Command::FoundWithSettings(founding) => {
+                self.prices = founding.fairness;
+                self.users.begin(founding.hash_seed);
+                self.admit_by(&founding.admission);
+            }
             Command::Batch {
                 base_attempt,
                 items,
@@ -145,15 +150,7 @@ impl ReferenceModel {
                     self.close(*replica);
                 }
             }
-            Command::PutAdmission(AdmissionSettings {
-                charge,
-                order,
-                grants,
-                ..
-            }) => {
-                self.charged_input = *charge;
-                self.charges_otherwise |= *order == Order::VtcPred || *grants == Grants::Log;
-            }
+            Command::PutAdmission(settings) => self.admit_by(settings),
             Command::PutUserLimits { name, limits } if !limits.is_unbounded() => {
                 self.users.know(self.users.key(name));
             }
@@ -170,6 +167,12 @@ impl ReferenceModel {
             Command::FinishRestore { .. } => self.is_replaced = true,
         }
         reply
+    }
+
+    fn admit_by(&mut self, settings: &AdmissionSettings) {
+        self.charged_input = settings.charge;
+        let is_otherwise = settings.order == Order::VtcPred || settings.grants == Grants::Log;
+        self.charges_otherwise |= is_otherwise;
     }
 
     fn item(&mut self, replica: ReplicaId, base: AttemptId, item: &Item) {
@@ -329,6 +332,6 @@ impl ReferenceModel {
 fn is_founding(command: &Command) -> bool {
     matches!(
         command,
-        Command::InitCluster { .. } | Command::FoundCluster { .. }
+        Command::InitCluster { .. } | Command::FoundCluster { .. } | Command::FoundWithSettings(_)
     )
 }

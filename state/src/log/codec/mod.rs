@@ -49,7 +49,8 @@ pub fn format_of(command: &Command) -> u8 {
         Command::FoundCluster { .. }
         | Command::ForgiveUser { .. }
         | Command::PaceTime
-        | Command::SetUser { .. } => 4,
+        | Command::SetUser { .. }
+        | Command::FoundWithSettings(_) => 4,
         Command::InitCluster { .. }
         | Command::Batch { .. }
         | Command::PutBackend(_)
