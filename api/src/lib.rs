@@ -18,6 +18,7 @@ pub mod prompt;
 pub mod proxy;
 pub mod routing;
 mod seldom;
+pub mod settings;
 pub mod shown;
 mod sync;
 mod user_name;

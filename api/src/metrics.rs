@@ -5,6 +5,8 @@
 //! backends) are collected at scrape time, so that they are never stale and cost nothing in
 //! between. Labels come only from the config or the registry: never a user, key, prompt or block.
 
+mod users;
+
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -105,6 +107,7 @@ impl Collector for ReplicaCollector {
         let mut page = MetricsPage(encoder);
         replica.raft(&mut page)?;
         replica.state(&mut page)?;
+        replica.users(&mut page)?;
         replica.backends(&mut page)
     }
 }
@@ -247,7 +250,7 @@ impl ScrapedReplica {
         )?;
         page.gauges(
             "quorate_raft_member_lag_entries",
-            "Entries the member lags behind; reported by the leader only",
+            "Entries the member lags behind, as far as this replica knows",
             "replica",
             members().filter_map(|(id, member)| Some((id, member.lag?))),
         )?;

@@ -34,7 +34,7 @@ pub trait Propose: Send + Sync + 'static {
 /// The admin API's access to the cluster.
 pub trait Cluster: Send + Sync + 'static {
     /// Proposes an admin command in this replica's admin lane, one at a time. It is repeated under
-    /// the same sequence number until its outcome is known or ten seconds have passed.
+    /// the same sequence number until its outcome is known or five seconds have passed.
     fn submit(&self, command: Command) -> BoxFuture<'_, Result<Committed, ProposeError>>;
 
     /// Waits until everything committed when the call began is applied here.
@@ -104,6 +104,8 @@ pub struct ClusterStatus {
     pub is_removed: bool,
     /// Description of a storage fault.
     pub fault: Option<String>,
+    /// Why this replica is in no cluster yet, as far as it knows.
+    pub unjoined: Option<String>,
     /// Why the log is waiting, for example for disk space; it resumes without intervention.
     pub waiting: Option<String>,
     /// `CARGO_PKG_VERSION` of this replica.
@@ -125,7 +127,8 @@ pub struct MemberStatus {
     pub is_connected: bool,
     /// Whether its host answers that nothing listens at its address: its process is gone.
     pub is_refusing: bool,
-    /// Number of entries it lags behind; known on the leader only.
+    /// Number of entries it lags behind: as the leader sees its log, as others hear what it has
+    /// applied. `None` before it is heard.
     pub lag: Option<u64>,
     /// How far its wall clock is ahead of this replica's, in milliseconds. `None` for this replica
     /// and for members that are not heard.

@@ -8,8 +8,10 @@ use state::ids::{LogIndex, ReplicaId, SessionId};
 use state::policy::{CostSettings, PolicyConfig, RoutingSettings};
 use state::users::FairnessSettings;
 
+use super::admission::AdmissionJson;
 use super::answer::decode;
 use super::{backends, cluster, explain, policy, users};
+use crate::settings::AdmissionForm;
 
 /// Decodes a body: its kind in one byte, then JSON. The resulting command is applied to a state,
 /// which either rejects it or stays consistent, and is encoded and decoded like any other command.
@@ -26,7 +28,9 @@ pub fn admin_body(bytes: &[u8]) {
             read(body).map(Command::PutPolicy)
         }
         2 => read::<RoutingSettings>(body).map(Command::PutRouting),
-        3 => read::<AdmissionSettings>(body).map(Command::PutAdmission),
+        3 => AdmissionJson::read(body)
+            .ok()
+            .map(|body| Command::PutAdmission(body.settings)),
         4 => read::<UserSpec>(body).map(Command::PutUser),
         5 => read::<users::PutUserBody>(body)
             .and_then(|body| body.limits)
@@ -100,6 +104,7 @@ pub fn admin_body_seeds() -> Vec<Vec<u8>> {
         kind(1, r#"{"policy":"cost","no_such":1}"#),
         kind(2, r#"{"models":{"m":{"policy":"random"}},"learn":false,"prediction_off_permille":100}"#),
         kind(3, &json(serde_json::to_string(&AdmissionSettings::default()))),
+        kind(3, &json(serde_json::to_string(&AdmissionForm::default()))),
         kind(4, r#"{"name":"bob","weight_milli":2000}"#),
         kind(5, r#"{"weight_milli":1500,"limits":{"requests":7,"tokens":1000000,"concurrent":2,"window_ms":60000}}"#),
         kind(6, r#"{"path":"/v1/chat/completions","headers":{"x-quorate-user":"ann"},"body":{"model":"m","messages":[]},"token_ids":true}"#),

@@ -14,6 +14,7 @@ mod backends;
 mod backup;
 mod bins;
 mod cluster;
+mod config;
 mod decisions;
 mod explain;
 #[cfg(feature = "fuzzing")]
@@ -59,6 +60,7 @@ use crate::metrics::{Metrics, ScrapedReplica};
 use crate::ports::Cluster;
 use crate::proxy::{DecisionLog, RequestReader};
 use crate::routing::{Decider, LoadTable, SharedOutbox};
+use crate::settings::FileSettings;
 use origin::{OwnNames, own_site};
 
 /// Maximum length of a request body, in bytes.
@@ -100,6 +102,8 @@ pub struct Admin {
     pub events: EventBus,
     /// Whether the replica takes requests.
     pub lifecycle: Lifecycle,
+    /// What this replica was configured with.
+    pub file: FileSettings,
     /// Host names of the listener, in addition to addresses and `localhost`.
     pub hosts: Vec<String>,
 }
@@ -331,6 +335,12 @@ const ROUTES: &[RouteInfo] = &[
         methods: "GET PUT",
         what: "what routing follows beside the policy: models, learning, accuracy",
         handlers: || get(policy::show_routing).merge(put(policy::put_routing)),
+    },
+    RouteInfo {
+        path: "/admin/v1/config",
+        methods: "GET",
+        what: "every setting: as configured here, in the cluster, in effect",
+        handlers: || get(config::show),
     },
     RouteInfo {
         path: "/admin/v1/bins",

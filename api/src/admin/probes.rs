@@ -83,7 +83,10 @@ fn readiness(admin: &Admin) -> Readiness {
         (false, false) if admin.view.registry().initialised => {
             lacking.push("not known to be caught up: serving the state it was stopped with".into());
         }
-        (false, _) => against.push("not caught up with the cluster".to_owned()),
+        (false, _) => against.push(match &status.unjoined {
+            Some(why) => format!("not in a cluster: {why}"),
+            None => "not caught up with the cluster".to_owned(),
+        }),
     }
     if admin.outbox.status().is_degraded {
         lacking.push("local updates have not been committed for over a second".to_owned());

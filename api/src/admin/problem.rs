@@ -3,6 +3,8 @@
 use http::StatusCode;
 
 use crate::error::Problem;
+use crate::settings::SettingFault;
+use crate::shown::escaped;
 
 /// An invalid request, with the field at fault.
 pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
@@ -12,6 +14,26 @@ pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
         "the request is not valid",
     )
     .detail(format!("{field}: {}", detail.into()))
+    .member("field", field)
+}
+
+/// Settings of which some do not fit, with every fault.
+pub(super) fn unfit(faults: &[SettingFault]) -> Problem {
+    let key = |fault: &SettingFault| match fault.key.as_str() {
+        "" => "body".to_owned(),
+        key => escaped(key).into_owned(),
+    };
+    let each = faults.iter().map(|fault| {
+        let (found, expected) = (escaped(&fault.found), &fault.expected);
+        format!("{} is {found} (expected {expected})", key(fault))
+    });
+    let field = faults.first().map_or("body".to_owned(), key);
+    Problem::new(
+        StatusCode::BAD_REQUEST,
+        "invalid",
+        "the request is not valid",
+    )
+    .detail(each.collect::<Vec<_>>().join("; "))
     .member("field", field)
 }
 

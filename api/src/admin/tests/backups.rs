@@ -2,7 +2,6 @@
 
 use bytes::Bytes;
 use futures_util::stream;
-use serde_json::json;
 use state::command::{Charge, Item, RESTORE_PART_BYTES};
 use state::ids::RestoreId;
 use state::prefix::user_key;

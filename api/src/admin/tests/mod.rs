@@ -5,6 +5,7 @@ mod backups;
 mod origins;
 mod probes;
 mod reads;
+mod settings;
 mod writes;
 
 use std::collections::BTreeMap;
@@ -13,7 +14,7 @@ use std::sync::Mutex;
 use axum::body::Body;
 use http::{HeaderMap, Request};
 use http_body_util::BodyExt;
-use serde_json::Value;
+use serde_json::{Value, json};
 use state::RouterState;
 use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin, Reply};
 use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, Slot};
@@ -29,6 +30,7 @@ use crate::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeE
 use crate::prompt::ModelSettings;
 use crate::proxy::ProxySettings;
 use crate::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
+use crate::settings::{LocalSetting, SettingKey};
 
 /// Outcome of proposals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -166,6 +168,7 @@ fn status() -> ClusterStatus {
         caught_up: true,
         is_removed: false,
         fault: None,
+        unjoined: None,
         waiting: None,
         version: "0.0.0",
         members: BTreeMap::from([
@@ -241,6 +244,7 @@ impl Bench {
             kv_board: Arc::default(),
             events: EventBus::default(),
             lifecycle: Lifecycle::default(),
+            file: file(),
             hosts: vec!["Quorate-1.example".to_owned()],
         });
         admin.lifecycle.serve();
@@ -325,6 +329,23 @@ impl Bench {
         assert_eq!(problem["status"], status, "{what}");
         assert_eq!(problem["type"], format!("/problems/{kind}"), "{what}");
         problem
+    }
+}
+
+/// The config of the replica.
+fn file() -> FileSettings {
+    let cluster = [
+        (SettingKey::Policy, json!("cost")),
+        (SettingKey::Admission("max_queue".to_owned()), json!(4096)),
+        (SettingKey::Admission("order".to_owned()), json!("fcfs")),
+    ];
+    let listen = LocalSetting {
+        value: json!("127.0.0.1:8080"),
+        is_set: false,
+    };
+    FileSettings {
+        stated: cluster.into_iter().collect(),
+        local: BTreeMap::from([("listen.data".to_owned(), listen)]),
     }
 }
 

@@ -1,6 +1,6 @@
 //! `/livez`, `/readyz`, `/metrics` and the index page.
 
-use serde_json::json;
+use state::command::{Charge, Item};
 use state::ids::UserKey;
 use tokio::time::Instant;
 
@@ -124,6 +124,11 @@ async fn a_restart_without_a_quorum_serves_what_was_restored() {
     bench.cluster.status.lock().unwrap().has_quorum = true;
     let behind = json!({"status": "not-ready", "reasons": ["not caught up with the cluster"]});
     assert_eq!(readiness(&bench).await, (503, behind));
+    let why = "replica 1 is a member with another store";
+    bench.cluster.status.lock().unwrap().unjoined = Some(why.to_owned());
+    let reasons = [format!("not in a cluster: {why}")];
+    let refused = json!({"status": "not-ready", "reasons": reasons});
+    assert_eq!(readiness(&bench).await, (503, refused));
 }
 
 #[tokio::test]
@@ -187,7 +192,39 @@ async fn metrics_carry_no_users() {
     assert_eq!(put.status, StatusCode::OK);
     let answer = bench.call("GET", "/metrics", "").await;
     assert!(answer.body.contains("quorate_state_users 1"));
+    assert!(answer.body.contains("quorate_users_known 1"));
     assert!(!answer.body.contains("secret-name"));
+}
+
+#[tokio::test]
+async fn users_are_told_as_sums() {
+    let bench = Bench::new();
+    bench.admin.view.want_users();
+    for (name, requests) in [("ada", 1), ("bob", 2)] {
+        let body = format!("{{\"limits\":{{\"requests\":{requests},\"window_ms\":3600000}}}}");
+        let path = format!("/admin/v1/users/{name}");
+        let put = bench.call("PUT", &path, &body).await;
+        assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+        let user = state::prefix::user_key(1, name);
+        let charge = Charge {
+            user,
+            input_uncached: 10,
+            output: 5,
+            started: 1,
+            ..Charge::default()
+        };
+        super::reads::batch(&bench, vec![Item::Charge(charge)]);
+    }
+    let body = bench.call("GET", "/metrics", "").await.body;
+    for line in [
+        "quorate_users_known 2",
+        "quorate_users_backlogged 2",
+        "quorate_users_waiting 0",
+        "quorate_users_over_limits 1",
+        "quorate_users_charged_tokens_total 40",
+    ] {
+        assert!(body.contains(&format!("\n{line}\n")), "{line} in {body}");
+    }
 }
 
 #[tokio::test]

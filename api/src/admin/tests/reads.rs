@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use http_body_util::BodyExt;
-use serde_json::json;
 use state::command::{Charge, Item};
 use state::ids::{BackendRef, UserKey};
 
@@ -23,7 +22,7 @@ fn acquire(bench: &Bench, attempt: u32) {
     batch(bench, items);
 }
 
-fn batch(bench: &Bench, items: Vec<Item>) {
+pub(super) fn batch(bench: &Bench, items: Vec<Item>) {
     let command = Command::Batch {
         base_attempt: AttemptId(1),
         items,

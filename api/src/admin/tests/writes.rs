@@ -1,6 +1,5 @@
 //! Writes: their effects, and their answers when they have none or an unknown one.
 
-use serde_json::json;
 use state::command::UserSpec;
 
 use super::*;

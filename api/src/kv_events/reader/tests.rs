@@ -160,6 +160,7 @@ impl Cluster for Log {
             caught_up: true,
             is_removed: false,
             fault: None,
+            unjoined: None,
             waiting: None,
             version: "0.0.0",
             members: BTreeMap::new(),

@@ -1,0 +1,97 @@
+//! `GET /admin/v1/config`: what this replica was configured with, and what is in effect.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::Serialize;
+use serde_json::Value;
+use state::Registry;
+use state::ids::LogIndex;
+
+use super::answer::{QueryParams, ReadQuery, at_level, json};
+use super::{Admin, AdminState};
+use crate::error::Problem;
+use crate::settings::{self, SettingKey};
+
+#[derive(Serialize)]
+struct ConfigResponse {
+    index: LogIndex,
+    /// Keys that this replica's config sets and of which the cluster has another value.
+    differences: BTreeSet<String>,
+    keys: BTreeMap<String, KeyDetail>,
+}
+
+#[derive(Serialize)]
+struct KeyDetail {
+    /// `cluster`: replicated, changed through this API; the config only founds a cluster with it.
+    /// `replica`: as this replica's config says.
+    scope: &'static str,
+    /// What this replica's config sets; null: nothing.
+    file: Value,
+    /// What the cluster has set; null: nothing, or the key is no concern of the cluster.
+    cluster: Value,
+    in_effect: Value,
+}
+
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
+) -> Result<Response, Problem> {
+    at_level(&admin, query.read).await?;
+    // The index is read first, so the settings are at least as new.
+    let index = admin.view.applied();
+    let registry = admin.view.registry();
+    let differences = admin.file.differences(&registry);
+    let differences = differences.iter().map(|it| it.key.to_string());
+    Ok(json(&ConfigResponse {
+        index,
+        differences: differences.collect(),
+        keys: keys(&admin, &registry),
+    }))
+}
+
+fn keys(admin: &Admin, registry: &Registry) -> BTreeMap<String, KeyDetail> {
+    let in_effect = settings::in_effect(registry);
+    let all: BTreeSet<&SettingKey> = admin.file.stated.keys().chain(in_effect.keys()).collect();
+    let replicated = all.into_iter().map(|key| {
+        let value = in_effect.get(key).cloned().unwrap_or_default();
+        let detail = KeyDetail {
+            scope: "cluster",
+            file: admin.file.stated.get(key).cloned().unwrap_or_default(),
+            cluster: match is_set(key, registry) {
+                true => value.clone(),
+                false => Value::Null,
+            },
+            in_effect: value,
+        };
+        (key.to_string(), detail)
+    });
+    let local = admin.file.local.iter().map(|(key, setting)| {
+        let value = setting.value.clone();
+        let detail = KeyDetail {
+            scope: "replica",
+            file: if setting.is_set {
+                value.clone()
+            } else {
+                Value::Null
+            },
+            cluster: Value::Null,
+            in_effect: value,
+        };
+        (key.clone(), detail)
+    });
+    replicated.chain(local).collect()
+}
+
+/// Whether the cluster has set the key, or its default applies.
+fn is_set(key: &SettingKey, registry: &Registry) -> bool {
+    match key {
+        SettingKey::Policy | SettingKey::PolicySetting { .. } => registry.initialised,
+        SettingKey::Routing(_) => registry.routing.is_some(),
+        SettingKey::Admission(_) => registry.admission.is_some(),
+        SettingKey::ModelPolicy(_)
+        | SettingKey::ModelSetting { .. }
+        | SettingKey::Backend { .. } => true,
+    }
+}

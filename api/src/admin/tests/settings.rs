@@ -1,0 +1,109 @@
+//! Settings are written as a config file writes them, and faults are named.
+
+use super::*;
+
+const ADMISSION: &str = "/admin/v1/admission";
+
+#[tokio::test]
+async fn admission_is_read_and_written_as_a_config_file_writes_it() {
+    let bench = Bench::new();
+    let first = bench.get(ADMISSION).await;
+    assert_eq!(first["is_set"], false);
+    assert_eq!(first["config"]["concurrency"], "adaptive");
+    assert_eq!(first["config"]["max_queue"], 4096);
+    assert_eq!(first["config"]["max_wait"], "10s");
+    assert_eq!(first["config"]["sla"]["max_batch"], 1024);
+    let body = r#"{"concurrency": 3, "max_wait": "1m 30s", "sla": {"min_batch": 2},
+                   "user_limits": {"tokens": 1099511627776, "window": "10s"}}"#;
+    let put = bench.call("PUT", ADMISSION, body).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    assert!(!put.headers.contains_key("deprecation"));
+    let read = bench.get(ADMISSION).await;
+    assert_eq!(read["is_set"], true);
+    assert_eq!(read["config"]["concurrency"], 3);
+    assert_eq!(read["config"]["max_wait"], "1m 30s");
+    assert_eq!(read["config"]["user_limits"]["window"], "10s");
+    let again = read["config"].to_string();
+    let put = bench.call("PUT", ADMISSION, &again).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    assert_eq!(bench.get(ADMISSION).await["config"], read["config"]);
+}
+
+#[tokio::test]
+async fn former_names_are_taken_with_a_warning() {
+    let bench = Bench::new();
+    let body = r#"{"concurrency": {"fixed": 3}, "queue_max": 5, "wait_ms_max": 2500,
+                   "sla": {"batch_min": 2}, "user_limits": {"window_ms": 1000}}"#;
+    let put = bench.call("PUT", ADMISSION, body).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    assert_eq!(put.headers["deprecation"], "@1795305600");
+    assert!(put.headers.contains_key("warning"));
+    let config = bench.get(ADMISSION).await["config"].clone();
+    assert_eq!(config["concurrency"], 3);
+    assert_eq!(config["max_queue"], 5);
+    assert_eq!(config["max_wait"], "2s 500ms");
+    assert_eq!(config["sla"]["min_batch"], 2);
+}
+
+#[tokio::test]
+async fn a_fault_names_the_key_what_was_found_and_what_is_expected() {
+    let bench = Bench::new();
+    for (body, field, detail) in [
+        (
+            r#"{"max_wait": "soon"}"#,
+            "max_wait",
+            "max_wait is \"soon\" (expected a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\")",
+        ),
+        (
+            r#"{"concurrency": 0, "sla": {"max_batch": 0}}"#,
+            "concurrency",
+            "concurrency is 0 (expected an integer from 1 to 65536, \"adaptive\" or \"unlimited\"); \
+             sla.max_batch is 0 (expected an integer from 1 to 65536)",
+        ),
+        (
+            r#"{"sla": {"min_batch": 9, "max_batch": 8}}"#,
+            "sla.max_batch",
+            "sla.max_batch is 8 (expected at least sla.min_batch)",
+        ),
+        ("[]", "body", "body is a list (expected an object)"),
+    ] {
+        let problem = bench
+            .problem(("PUT", ADMISSION, body), 400, "invalid")
+            .await;
+        assert_eq!(problem["field"], field, "{problem}");
+        assert_eq!(problem["detail"], detail, "{problem}");
+    }
+    assert_eq!(bench.get(ADMISSION).await["is_set"], false);
+}
+
+#[tokio::test]
+async fn config_tells_file_and_cluster_apart() {
+    let bench = Bench::with_backends();
+    let config = bench.get("/admin/v1/config").await;
+    assert_eq!(config["index"], 3);
+    assert_eq!(
+        config["differences"],
+        json!(["admission.order", "routing.policy"])
+    );
+    let of = |key: &str| config["keys"][key].clone();
+    let detail = |scope, file, cluster, in_effect| json!({ "scope": scope, "file": file, "cluster": cluster, "in_effect": in_effect });
+    let policy = detail(
+        "cluster",
+        json!("cost"),
+        json!("least-request"),
+        json!("least-request"),
+    );
+    assert_eq!(of("routing.policy"), policy);
+    let order = detail("cluster", json!("fcfs"), Value::Null, json!("vtc"));
+    assert_eq!(of("admission.order"), order);
+    let url = json!("http://gpu-1:8000");
+    let url = detail("cluster", Value::Null, url.clone(), url);
+    assert_eq!(of("backends.gpu-1.url"), url);
+    let listen = detail("replica", Value::Null, Value::Null, json!("127.0.0.1:8080"));
+    assert_eq!(of("listen.data"), listen);
+    let put = bench.call("PUT", ADMISSION, r#"{"order": "fcfs"}"#).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    let config = bench.get("/admin/v1/config").await;
+    assert_eq!(config["differences"], json!(["routing.policy"]));
+    assert_eq!(config["keys"]["admission.order"]["cluster"], "fcfs");
+}

@@ -1,0 +1,42 @@
+//! The area `users`: sums over all users, of the cluster as applied here. A user is never a label.
+
+use std::fmt;
+
+use super::{MetricsPage, ScrapedReplica};
+
+impl ScrapedReplica {
+    pub(super) fn users(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
+        let (mut known, mut in_flight, mut waiting, mut charged) = (0, 0, 0, 0);
+        self.cluster.with_state(&mut |state| {
+            known = state.users_len() as u64;
+            in_flight = state.users_backlogged() as u64;
+            waiting = state.users_waiting() as u64;
+            charged = state.users_charged();
+        });
+        // Counted over the published image: `apply` does not wait meanwhile.
+        let now_ms = self.view.now_ms();
+        let users = self.view.users();
+        let over = users.map_or(0, |users| users.over_limits(now_ms)) as u64;
+        page.gauge("quorate_users_known", "Users known", &known)?;
+        page.gauge(
+            "quorate_users_backlogged",
+            "Users with requests in flight",
+            &in_flight,
+        )?;
+        page.gauge(
+            "quorate_users_waiting",
+            "Users with requests waiting for admission",
+            &waiting,
+        )?;
+        page.gauge(
+            "quorate_users_over_limits",
+            "Users whose next request would be refused by their limits",
+            &over,
+        )?;
+        page.counter(
+            "quorate_users_charged_tokens",
+            "Priced tokens charged to all users, forgotten ones included",
+            &charged,
+        )
+    }
+}

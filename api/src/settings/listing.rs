@@ -1,0 +1,366 @@
+//! The replicated settings by key, and how a config file differs from a cluster.
+//!
+//! A config founds a cluster; afterwards the cluster's values count. What a file sets and the
+//! cluster has otherwise is a difference. What a file leaves out says nothing: the cluster's value
+//! is as good as any.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde_json::Value;
+use state::Registry;
+use state::admission::AdmissionSettings;
+use state::command::BackendSpec;
+use state::policy::{PolicyConfig, RoutingSettings};
+
+use super::AdmissionForm;
+
+/// Key of a replicated setting.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum SettingKey {
+    /// `routing.policy`.
+    Policy,
+    /// A key of the policy's table in `[routing]`.
+    PolicySetting {
+        /// Name of the policy.
+        policy: String,
+        /// Key.
+        name: String,
+    },
+    /// Another key of `[routing]`.
+    Routing(String),
+    /// `policy` of a model.
+    ModelPolicy(String),
+    /// A setting of a model's policy: a key of the policy's table in `[routing]`.
+    ModelSetting {
+        /// The model.
+        model: String,
+        /// Name of the policy.
+        policy: String,
+        /// Key.
+        name: String,
+    },
+    /// A key of `[admission]`, with those of the tables that it is in.
+    Admission(String),
+    /// A key of a backend.
+    Backend {
+        /// Id of the backend.
+        id: String,
+        /// Key.
+        name: String,
+    },
+}
+
+/// As in a config file; entries of lists go by their names.
+impl fmt::Display for SettingKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Policy => f.write_str("routing.policy"),
+            Self::PolicySetting { policy, name } => write!(f, "routing.{policy}.{name}"),
+            Self::Routing(name) => write!(f, "routing.{name}"),
+            Self::ModelPolicy(model) => write!(f, "models.{model}.policy"),
+            Self::ModelSetting {
+                model,
+                policy,
+                name,
+            } => write!(f, "models.{model}.{policy}.{name}"),
+            Self::Admission(path) => write!(f, "admission.{path}"),
+            Self::Backend { id, name } => write!(f, "backends.{id}.{name}"),
+        }
+    }
+}
+
+/// Settings by key.
+pub type SettingValues = BTreeMap<SettingKey, Value>;
+
+/// The replicated settings of a cluster, or those that a config would found one with.
+#[derive(Debug, Clone, Copy)]
+pub struct ReplicatedSettings<'a> {
+    /// The policy of models without one of their own.
+    pub policy: &'a PolicyConfig,
+    /// The other routing settings.
+    pub routing: &'a RoutingSettings,
+    /// Admission settings.
+    pub admission: &'a AdmissionSettings,
+}
+
+impl ReplicatedSettings<'_> {
+    /// Returns all of them by key.
+    #[must_use]
+    pub fn values<'a>(&self, backends: impl Iterator<Item = &'a BackendSpec>) -> SettingValues {
+        let mut values = SettingValues::new();
+        for (name, value) in fields(self.policy) {
+            let key = match name.as_str() {
+                "policy" => SettingKey::Policy,
+                _ => SettingKey::PolicySetting {
+                    policy: self.policy.name().to_owned(),
+                    name,
+                },
+            };
+            values.insert(key, value);
+        }
+        for (name, value) in fields(self.routing) {
+            if name != "models" {
+                values.insert(SettingKey::Routing(name), value);
+            }
+        }
+        for (model, policy) in &self.routing.models {
+            for (name, value) in fields(policy) {
+                let key = match name.as_str() {
+                    "policy" => SettingKey::ModelPolicy(model.clone()),
+                    _ => SettingKey::ModelSetting {
+                        model: model.clone(),
+                        policy: policy.name().to_owned(),
+                        name,
+                    },
+                };
+                values.insert(key, value);
+            }
+        }
+        for (name, value) in fields(&AdmissionForm::from(self.admission)) {
+            match value {
+                Value::Object(table) => values.extend(table.into_iter().map(|(below, value)| {
+                    (SettingKey::Admission(format!("{name}.{below}")), value)
+                })),
+                value => drop(values.insert(SettingKey::Admission(name), value)),
+            }
+        }
+        for spec in backends {
+            for (name, value) in fields(spec) {
+                let id = spec.id.clone();
+                if name != "id" {
+                    values.insert(SettingKey::Backend { id, name }, value);
+                }
+            }
+        }
+        values
+    }
+}
+
+fn fields(settings: &impl serde::Serialize) -> serde_json::map::IntoIter {
+    let fields = match serde_json::to_value(settings) {
+        Ok(Value::Object(fields)) => fields,
+        // Settings are structs with names for keys.
+        Ok(_) | Err(_) => serde_json::Map::new(),
+    };
+    fields.into_iter()
+}
+
+/// Returns the settings in effect in a cluster: its own, and the defaults for what it never set.
+#[must_use]
+pub fn in_effect(registry: &Registry) -> SettingValues {
+    let routing = registry.routing.clone().unwrap_or_default();
+    let admission = registry.admission.clone().unwrap_or_default();
+    let settings = ReplicatedSettings {
+        policy: &registry.policy,
+        routing: &routing,
+        admission: &admission,
+    };
+    settings.values(registry.backends.iter().map(|backend| &backend.spec))
+}
+
+/// A setting of which file and cluster have different values.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Difference {
+    /// Its key.
+    pub key: SettingKey,
+    /// The file's value.
+    pub file: Value,
+    /// The value in effect in the cluster. Null: none.
+    pub cluster: Value,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = |value: &Value| match value {
+            Value::Null => "nothing".to_owned(),
+            value => value.to_string(),
+        };
+        let (file, cluster) = (shown(&self.file), shown(&self.cluster));
+        write!(f, "{}: file {file}, cluster {cluster}", self.key)
+    }
+}
+
+/// Returns the differences between what a file sets and the cluster. `cluster` answers null for what
+/// the cluster does not have.
+#[must_use]
+pub fn differences(
+    stated: &SettingValues,
+    cluster: impl Fn(&SettingKey) -> Value,
+) -> Vec<Difference> {
+    let is_same = |key: &SettingKey, policy: &String| cluster(key) == *policy;
+    let is_comparable = |key: &SettingKey| match key {
+        // Where the policy is another one, or the backend is missing, that alone is told.
+        SettingKey::PolicySetting { policy, .. } => is_same(&SettingKey::Policy, policy),
+        SettingKey::ModelSetting { model, policy, .. } => {
+            is_same(&SettingKey::ModelPolicy(model.clone()), policy)
+        }
+        SettingKey::Backend { id, name } => name == "url" || !cluster(&url_of(id)).is_null(),
+        SettingKey::Policy
+        | SettingKey::Routing(_)
+        | SettingKey::ModelPolicy(_)
+        | SettingKey::Admission(_) => true,
+    };
+    let stated = stated.iter().filter(|(key, _)| is_comparable(key));
+    let differing = stated.filter_map(|(key, file)| {
+        let cluster = cluster(key);
+        (cluster != *file).then(|| Difference {
+            key: key.clone(),
+            file: file.clone(),
+            cluster,
+        })
+    });
+    differing.collect()
+}
+
+/// Returns the key of a backend's URL.
+#[must_use]
+pub fn url_of(id: &str) -> SettingKey {
+    SettingKey::Backend {
+        id: id.to_owned(),
+        name: "url".to_owned(),
+    }
+}
+
+/// What a replica was configured with, to be shown and compared.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct FileSettings {
+    /// Values of the replicated settings that the config sets.
+    pub stated: SettingValues,
+    /// Settings that count at this replica alone, by key.
+    pub local: BTreeMap<String, LocalSetting>,
+}
+
+/// A setting of one replica.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LocalSetting {
+    /// Value in effect.
+    pub value: Value,
+    /// Whether the config sets it; else it is a default.
+    pub is_set: bool,
+}
+
+impl FileSettings {
+    /// Returns where the cluster differs from this config.
+    #[must_use]
+    pub fn differences(&self, registry: &Registry) -> Vec<Difference> {
+        let cluster = in_effect(registry);
+        differences(&self.stated, |key| {
+            cluster.get(key).cloned().unwrap_or_default()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use state::RouterState;
+    use state::policy::{CostSettings, LmetricSettings};
+
+    use super::*;
+
+    fn spec(id: &str, url: &str) -> BackendSpec {
+        serde_json::from_value(json!({ "id": id, "url": url })).unwrap()
+    }
+
+    fn registry() -> Registry {
+        let mut registry = Registry::clone(&RouterState::new().view().registry());
+        registry.policy = PolicyConfig::Cost(CostSettings::default());
+        let lmetric = PolicyConfig::Lmetric(LmetricSettings::default());
+        registry.routing = Some(RoutingSettings {
+            models: BTreeMap::from([("m".to_owned(), lmetric)]),
+            ..RoutingSettings::default()
+        });
+        registry
+    }
+
+    fn told(stated: &[(SettingKey, Value)]) -> Vec<String> {
+        let file = FileSettings {
+            stated: stated.iter().cloned().collect(),
+            ..FileSettings::default()
+        };
+        let differences = file.differences(&registry());
+        differences.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn what_a_file_sets_and_the_cluster_has_otherwise_is_told() {
+        let setting = |policy: &str, name: &str| SettingKey::PolicySetting {
+            policy: policy.to_owned(),
+            name: name.to_owned(),
+        };
+        let model = |policy: &str, name: &str| SettingKey::ModelSetting {
+            model: "m".to_owned(),
+            policy: policy.to_owned(),
+            name: name.to_owned(),
+        };
+        let backend = |name: &str| SettingKey::Backend {
+            id: "gpu-1".to_owned(),
+            name: name.to_owned(),
+        };
+        assert_eq!(told(&[]), Vec::<String>::new());
+        let same = [
+            (SettingKey::Policy, json!("cost")),
+            (setting("cost", "near_permille"), json!(20)),
+            (SettingKey::Admission("max_wait".to_owned()), json!("10s")),
+            (SettingKey::Routing("learn".to_owned()), json!(true)),
+        ];
+        assert_eq!(told(&same), Vec::<String>::new());
+        let other = [
+            (setting("cost", "near_permille"), json!(5)),
+            // It is not in use.
+            (setting("lmetric", "near_permille"), json!(5)),
+            (model("lmetric", "base_tokens"), json!(7)),
+            (SettingKey::ModelPolicy("n".to_owned()), json!("random")),
+            (SettingKey::Admission("sla.min_batch".to_owned()), json!(2)),
+            (backend("url"), json!("http://a:1")),
+            // The backend is missing altogether.
+            (backend("capacity_blocks"), json!(5)),
+        ];
+        let expected = [
+            "routing.cost.near_permille: file 5, cluster 20",
+            "models.n.policy: file \"random\", cluster nothing",
+            "models.m.lmetric.base_tokens: file 7, cluster 256",
+            "admission.sla.min_batch: file 2, cluster 1",
+            "backends.gpu-1.url: file \"http://a:1\", cluster nothing",
+        ];
+        assert_eq!(told(&other), expected);
+        let policy = [
+            (SettingKey::Policy, json!("lmetric")),
+            (setting("lmetric", "near_permille"), json!(5)),
+        ];
+        let expected = ["routing.policy: file \"lmetric\", cluster \"cost\""];
+        assert_eq!(told(&policy), expected);
+    }
+
+    #[test]
+    fn every_setting_has_a_key() {
+        let mut registry = registry();
+        registry.backends = vec![state::Backend {
+            handle: state::ids::BackendRef {
+                slot: state::ids::Slot(0),
+                incarnation: state::ids::Incarnation(1),
+            },
+            spec: spec("gpu-1", "http://a:1"),
+            draining: false,
+            facts: state::command::EngineFacts::default(),
+        }];
+        let values = in_effect(&registry);
+        let keys: Vec<String> = values.keys().map(ToString::to_string).collect();
+        for key in [
+            "routing.policy",
+            "routing.cost.near_permille",
+            "routing.prediction_off_permille",
+            "models.m.policy",
+            "models.m.lmetric.base_tokens",
+            "admission.max_queue",
+            "admission.user_limits.window",
+            "backends.gpu-1.url",
+            "backends.gpu-1.capacity_blocks",
+        ] {
+            assert!(keys.iter().any(|it| it == key), "{key} in {keys:?}");
+        }
+        let is_table = |value: &Value| value.as_object().is_some_and(|it| !it.is_empty());
+        assert!(!values.values().any(is_table), "{values:?}");
+    }
+}
