@@ -4,10 +4,14 @@
 
 #[path = "cluster/backups.rs"]
 mod backups;
+#[path = "cluster/config.rs"]
+mod config_file;
 #[path = "cluster/decisions.rs"]
 mod decisions;
 #[path = "cluster/metrics.rs"]
 mod metrics;
+#[path = "cluster/operation.rs"]
+mod operation;
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -414,7 +418,7 @@ async fn every_area_has_its_metrics_under_its_own_name() {
         .map(|line| line.split(['_', '{']).nth(1).unwrap_or(line))
         .collect();
     let expected = [
-        "backend", "build", "prefix", "proxy", "raft", "route", "state",
+        "backend", "build", "prefix", "proxy", "raft", "route", "state", "users",
     ];
     let missing: Vec<_> = expected.iter().filter(|it| !areas.contains(*it)).collect();
     assert!(missing.is_empty(), "{missing:?} of {areas:?}");

@@ -241,12 +241,9 @@ impl ReplicaCore {
         tasks.spawn(clocks::pace(self.cluster(), self.replica.clone(), stop()));
         let view = Arc::clone(&parts.view);
         tasks.spawn(readers::assign(self.cluster(), Arc::clone(&view), stop()));
-        let first = registration::FoundingSettings {
-            backends: config.backends,
-            admission: config.admission,
-            routing: config.routing,
-        };
-        tasks.spawn(registration::register(self.cluster(), view, first, stop()));
+        let (backends, file) = (config.backends, config.file);
+        let registering = registration::register(self.cluster(), view, backends, file, stop());
+        tasks.spawn(registering);
     }
 
     /// Returns the log and its members.

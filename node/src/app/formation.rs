@@ -8,9 +8,8 @@ use api::clock::Clock;
 use api::proxy::{IpPrefix, ProxyLimits, ProxySettings};
 use http::StatusCode;
 use raft::{Formation, Peers, ReplicaOptions, Storage};
-use state::command::{Command, Envelope, Lane, Origin};
+use state::command::{Command, Envelope, Founding, Lane, Origin};
 use state::ids::SessionId;
-use state::policy::PolicyConfig;
 use state::prefix::BlockHasher;
 use state::users::FairnessSettings;
 
@@ -89,19 +88,24 @@ pub(super) fn first_command(
             seq: FIRST_COMMAND_SEQ,
         },
         proposed_at_ms: clock.unix_ms(),
-        command: founding(config.policy.clone(), hashing),
+        command: founding(config, hashing),
     })
 }
 
-fn founding(policy: PolicyConfig, hashing: BlockHasher) -> Command {
-    let (hash_seed, fairness) = (hashing.seed, FairnessSettings::default());
+/// Founds with everything that the config has: no config read later sets a setting by being the
+/// first to.
+fn founding(config: &Config, hashing: BlockHasher) -> Command {
+    let (hash_seed, policy) = (hashing.seed, config.policy.clone());
+    let fairness = FairnessSettings::default();
     match hashing.secret {
-        Some(hash_secret) => Command::FoundCluster {
+        Some(hash_secret) => Command::FoundWithSettings(Box::new(Founding {
             hash_seed,
             hash_secret,
             policy,
             fairness,
-        },
+            routing: config.routing.clone(),
+            admission: config.admission.clone(),
+        })),
         None => Command::InitCluster {
             hash_seed,
             policy,

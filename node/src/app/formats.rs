@@ -89,6 +89,7 @@ mod tests {
             caught_up: true,
             is_removed: false,
             fault: None,
+            unjoined: None,
             waiting: None,
             members: (1..).zip(formats.iter().map(member)).collect(),
         }

@@ -21,8 +21,9 @@ use crate::planted::{self, Bug};
 pub(super) const FIRST_COMMAND_SEQ: u64 = 1;
 /// Longest wait for the outcome of one proposal.
 const PROPOSE_TIMEOUT: Duration = Duration::from_secs(3);
-/// Longest time for which an admin command is repeated while its outcome is unknown.
-const SUBMIT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time that an admin command takes: waiting for those before it, and being repeated while
+/// its outcome is unknown.
+const SUBMIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of sessions under which one admin command is proposed.
 const SESSIONS_MAX: u32 = 3;
 /// Pause between two attempts of an admin command.
@@ -81,7 +82,11 @@ impl LogPort {
     }
 
     async fn submit(&self, command: Command) -> Result<Committed, ProposeError> {
-        let mut seq = self.admin_seq.lock().await;
+        let deadline = Instant::now() + SUBMIT_TIMEOUT;
+        let Ok(mut seq) = tokio::time::timeout_at(deadline, self.admin_seq.lock()).await else {
+            let why = "an earlier write of this replica is still under way";
+            return Err(ProposeError::Unavailable(why.to_owned()));
+        };
         *seq += 1;
         let origin = Origin {
             replica: self.id,
@@ -95,11 +100,12 @@ impl LogPort {
             proposed_at_ms: 0,
             command,
         };
-        let deadline = Instant::now() + SUBMIT_TIMEOUT;
         let mut may_be_logged = false;
         let mut sessions = 1;
         loop {
-            let failure = match self.propose(envelope.clone()).await {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let limit = left.min(PROPOSE_TIMEOUT);
+            let failure = match self.propose_within(envelope.clone(), limit).await {
                 Ok(committed) if is_stale(&committed.reply) && may_be_logged => {
                     let why = "another run of this replica began meanwhile";
                     return Err(ProposeError::Unknown(why.to_owned()));
@@ -144,6 +150,43 @@ impl LogPort {
 }
 
 impl LogPort {
+    async fn propose_within(
+        &self,
+        mut envelope: Envelope,
+        limit: Duration,
+    ) -> Result<Committed, ProposeError> {
+        let origin = envelope.origin;
+        if !is_formed(&self.shared.state()) {
+            return Err(ProposeError::Unavailable(NOT_FORMED.to_owned()));
+        }
+        let others = || self.replica.status().members.len().saturating_sub(1);
+        if !self.clocks.is_settled(others) {
+            return Err(ProposeError::Unavailable(CLOCKS_UNHEARD.to_owned()));
+        }
+        let clock_ms = self.clocks.unix_ms();
+        envelope.proposed_at_ms = {
+            let state = self.shared.state();
+            state.stamp_ms(origin.replica, origin.session, clock_ms)
+        };
+        let command = state::codec::encode_envelope(&envelope);
+        let committed = self.replica.propose(command, limit).await;
+        let committed = committed.map_err(propose_error)?;
+        let reply = state::codec::decode_reply(&committed.reply)
+            .map_err(|error| ProposeError::Unknown(format!("decode reply: {error}")))?;
+        if is_not_formed(&reply) {
+            return Err(ProposeError::Unknown(LEADER_IS_WRONG.to_owned()));
+        }
+        if origin.lane == Lane::Outbox && !is_stale(&reply) {
+            // The outbox detects the end of its session itself; admin commands must use the same
+            // session.
+            *self.session() = origin.session;
+        }
+        Ok(Committed {
+            index: LogIndex(committed.index),
+            reply,
+        })
+    }
+
     fn session(&self) -> MutexGuard<'_, SessionId> {
         // A single number cannot be left half changed.
         self.session.lock().unwrap_or_else(PoisonError::into_inner)
@@ -190,42 +233,8 @@ fn is_not_formed(reply: &Reply) -> bool {
 }
 
 impl Propose for LogPort {
-    fn propose(&self, mut envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
-        Box::pin(async move {
-            let origin = envelope.origin;
-            if !is_formed(&self.shared.state()) {
-                return Err(ProposeError::Unavailable(NOT_FORMED.to_owned()));
-            }
-            let others = || self.replica.status().members.len().saturating_sub(1);
-            if !self.clocks.is_settled(others) {
-                return Err(ProposeError::Unavailable(CLOCKS_UNHEARD.to_owned()));
-            }
-            let clock_ms = self.clocks.unix_ms();
-            envelope.proposed_at_ms = {
-                let state = self.shared.state();
-                state.stamp_ms(origin.replica, origin.session, clock_ms)
-            };
-            let command = state::codec::encode_envelope(&envelope);
-            let committed = self
-                .replica
-                .propose(command, PROPOSE_TIMEOUT)
-                .await
-                .map_err(propose_error)?;
-            let reply = state::codec::decode_reply(&committed.reply)
-                .map_err(|error| ProposeError::Unknown(format!("decode reply: {error}")))?;
-            if is_not_formed(&reply) {
-                return Err(ProposeError::Unknown(LEADER_IS_WRONG.to_owned()));
-            }
-            if origin.lane == Lane::Outbox && !is_stale(&reply) {
-                // The outbox detects the end of its session itself; admin commands must use the
-                // same session.
-                *self.session() = origin.session;
-            }
-            Ok(Committed {
-                index: LogIndex(committed.index),
-                reply,
-            })
-        })
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
+        Box::pin(self.propose_within(envelope, PROPOSE_TIMEOUT))
     }
 }
 
@@ -271,6 +280,13 @@ impl Cluster for LogPort {
             if let Some(member) = status.members.get_mut(&ReplicaId(id)) {
                 member.clock_skew_ms = Some(skew_ms);
             }
+        }
+        // The leader knows what is in the members' logs, the others what they told.
+        let mut applied = self.replica.peers_applied();
+        applied.insert(status.id.0, status.applied_index);
+        for (id, member) in &mut status.members {
+            let behind = |applied: &u64| status.committed_index.saturating_sub(*applied);
+            member.lag = member.lag.or_else(|| applied.get(&id.0).map(behind));
         }
         status
     }
@@ -347,6 +363,7 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
         caught_up: status.caught_up,
         is_removed: status.is_removed,
         fault: status.fault.clone(),
+        unjoined: status.unjoined.clone(),
         waiting: status.waiting.clone(),
         version: env!("CARGO_PKG_VERSION"),
         members: status.members.iter().map(member).collect(),
@@ -449,6 +466,24 @@ mod tests {
                 now_ms.load(Ordering::Relaxed)
             }))),
         )
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn writes_that_nobody_takes_are_given_up_together() {
+        let folder = tempfile::tempdir().unwrap();
+        let port = port(folder.path()).await;
+        // Nothing is proposed by a replica without a cluster's state.
+        port.lose_state();
+        let put = || Command::PutPolicy(state::policy::PolicyConfig::LeastRequest);
+        let began = Instant::now();
+        let (first, second) = tokio::join!(port.submit(put()), port.submit(put()));
+        for refused in [first, second] {
+            assert!(
+                matches!(refused, Err(ProposeError::Unavailable(_))),
+                "{refused:?}"
+            );
+        }
+        assert!(began.elapsed() <= SUBMIT_TIMEOUT, "{:?}", began.elapsed());
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,32 +1,28 @@
-//! Registers the config's settings for a new cluster: the backends with unknown ids, and the
-//! admission and routing settings unless they have been set. Later changes go through the admin API
-//! and are not undone here.
+//! What a config says to a cluster that runs: it registers the backends that the cluster does not
+//! know, and tells which of its other settings the cluster does not follow.
+//!
+//! The settings themselves are in the command that founds the cluster. Later changes go through the
+//! admin API and are not undone here: neither settings, nor the removal of a backend.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use api::ports::Cluster;
-use state::StateView;
-use state::admission::AdmissionSettings;
+use api::settings::FileSettings;
 use state::command::{BackendSpec, Command, Reply};
-use state::policy::RoutingSettings;
+use state::ids::LogIndex;
+use state::{AuditAction, StateView};
 use tokio_util::sync::CancellationToken;
 
 /// Pause before the registry is checked again, and after a failed attempt.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Initial settings of a new cluster.
-pub(super) struct FoundingSettings {
-    pub(super) backends: Vec<BackendSpec>,
-    pub(super) admission: AdmissionSettings,
-    pub(super) routing: RoutingSettings,
-}
-
-/// Registers what is missing, then ends; also ends at `stop`.
+/// Registers what is missing, tells the differences, then ends; also ends at `stop`.
 pub(super) async fn register(
     cluster: Arc<dyn Cluster>,
     view: Arc<StateView>,
-    first: FoundingSettings,
+    backends: Vec<BackendSpec>,
+    file: FileSettings,
     stop: CancellationToken,
 ) {
     let work = async {
@@ -40,18 +36,10 @@ pub(super) async fn register(
                  make prompts that look cached; restore a backup into a new cluster (docs/guide/backups.md)"
             );
         }
-        // The defaults need no entry: they apply until something is set.
-        if first.admission != AdmissionSettings::default() {
-            let command = Command::PutAdmission(first.admission);
-            put_setting(&*cluster, command, || view.registry().admission.is_some()).await;
-        }
-        if first.routing != RoutingSettings::default() {
-            let command = Command::PutRouting(first.routing);
-            put_setting(&*cluster, command, || view.registry().routing.is_some()).await;
-        }
-        for spec in first.backends {
+        for spec in backends {
             put(&*cluster, &view, spec).await;
         }
+        tell_differences(&file, &view);
     };
     tokio::select! {
         biased;
@@ -60,36 +48,44 @@ pub(super) async fn register(
     }
 }
 
-/// Submits a setting unless it has been set already.
-async fn put_setting(cluster: &dyn Cluster, command: Command, is_set: impl Fn() -> bool) {
-    while !is_set() {
-        match cluster.submit(command.clone()).await {
-            Ok(committed) => {
-                if let Reply::Rejected(reject) = committed.reply {
-                    tracing::error!(%reject, "settings from the config were rejected");
-                }
-                return;
-            }
-            Err(failure) => {
-                tracing::debug!(%failure, "could not register settings yet");
-                tokio::time::sleep(PAUSE).await;
-            }
-        }
+/// Warns once, with all differences.
+fn tell_differences(file: &FileSettings, view: &StateView) {
+    let differences = file.differences(&view.registry());
+    if differences.is_empty() {
+        return;
     }
+    let shown: Vec<_> = differences.iter().map(ToString::to_string).collect();
+    tracing::warn!(
+        differences = shown.join("; "),
+        "the cluster has other values than this config, and its own count: `quorate config diff` shows \
+         them, `quorate config apply` changes them"
+    );
 }
 
 async fn put(cluster: &dyn Cluster, view: &StateView, spec: BackendSpec) {
     let is_known = || {
-        view.registry()
-            .backends
-            .iter()
-            .any(|backend| backend.spec.id == spec.id)
+        let registry = view.registry();
+        registry.backends.iter().any(|it| it.spec.id == spec.id)
     };
     while !is_known() {
+        if let Some(index) = removed_at(cluster, &spec.id) {
+            let backend = spec.id;
+            tracing::warn!(
+                backend,
+                log_index = index.0,
+                "backend of the config was removed through the admin API and stays so"
+            );
+            return;
+        }
         match cluster.submit(Command::PutBackend(spec.clone())).await {
             Ok(committed) => {
-                if let Reply::Rejected(reject) = committed.reply {
-                    tracing::error!(backend = spec.id, %reject, "backend from the config was rejected");
+                match committed.reply {
+                    Reply::Rejected(reject) => {
+                        tracing::error!(backend = spec.id, %reject, "backend from the config was rejected");
+                    }
+                    Reply::Applied | Reply::Batch(_) | Reply::Repeated(_) => {
+                        tracing::info!(backend = spec.id, "backend from the config is registered");
+                    }
                 }
                 return;
             }
@@ -99,4 +95,20 @@ async fn put(cluster: &dyn Cluster, view: &StateView, spec: BackendSpec) {
             }
         }
     }
+}
+
+/// Returns the log index at which a backend was removed, if the audit reaches back to that and it
+/// was not registered again since.
+fn removed_at(cluster: &dyn Cluster, id: &str) -> Option<LogIndex> {
+    let mut removed = None;
+    cluster.with_state(&mut |state| {
+        let is_its =
+            |action| matches!(action, AuditAction::PutBackend | AuditAction::DeleteBackend);
+        let mut audit = state.audit();
+        let last = audit.find(|entry| entry.subject == id && is_its(entry.action));
+        removed = last
+            .filter(|entry| entry.action == AuditAction::DeleteBackend)
+            .map(|entry| entry.index);
+    });
+    removed
 }

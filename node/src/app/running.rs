@@ -93,13 +93,7 @@ pub(super) async fn start(
         *config.drain.deadline,
     );
     let proxy = tokio::spawn(serving);
-    let admin = admin(
-        &core,
-        reading,
-        metrics,
-        lifecycle.clone(),
-        formation::own_hosts(&config),
-    );
+    let admin = admin(&core, reading, metrics, lifecycle.clone(), &config);
     spawn_loops(&core, Arc::clone(&admin.kv_board));
     core.beside(admin::serve(sockets.admin, admin, core.stopping()));
     if let (Some(file), Some(keys)) = (config.users.api_keys_file, config.api_keys) {
@@ -139,7 +133,7 @@ fn admin(
     (requests, decisions): (Arc<RequestReader>, Arc<DecisionLog>),
     metrics: Arc<Metrics>,
     lifecycle: Lifecycle,
-    hosts: Vec<String>,
+    config: &Config,
 ) -> Arc<Admin> {
     let router = core.router();
     Arc::new(Admin {
@@ -158,7 +152,8 @@ fn admin(
         kv_board: Arc::default(),
         events: core.events().clone(),
         lifecycle,
-        hosts,
+        file: config.file.clone(),
+        hosts: formation::own_hosts(config),
     })
 }
 

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::json_client::{JsonAnswer, JsonClient};
 
-/// Longest wait for an answer: admin writes themselves give up after ten seconds.
+/// Longest wait for an answer: admin writes themselves give up after five seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 /// Number of entries per page.
 const PAGE: usize = 1000;
@@ -102,6 +102,17 @@ impl AdminTarget {
     ) -> anyhow::Result<Value> {
         let client = JsonClient::new(ANSWER_TIMEOUT);
         client.call(method, &self.url(path), body).await
+    }
+
+    /// Sends a request and returns the answer, whatever its status.
+    pub(super) async fn ask(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+    ) -> anyhow::Result<JsonAnswer> {
+        let client = JsonClient::new(ANSWER_TIMEOUT);
+        client.send(method, &self.url(path), body).await
     }
 
     /// Returns the URL of a path.

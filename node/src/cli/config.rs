@@ -1,12 +1,13 @@
-//! `quorate config check|print|schema`.
+//! `quorate config check|print|schema|diff|apply`.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Subcommand;
 use lab::terminal;
 
-use crate::config::{Loaded, Origin, load, print, schema};
+use super::settings;
+use super::source::ConfigSource;
+use crate::config::{print, schema};
 
 /// What to do with a config.
 #[derive(Debug, Subcommand)]
@@ -17,24 +18,10 @@ pub(super) enum ConfigCommand {
     Print(ConfigSource),
     /// Print the JSON Schema of config files
     Schema,
-}
-
-/// Where the config comes from; the same for all commands that need one.
-#[derive(Debug, clap::Args)]
-pub(super) struct ConfigSource {
-    /// Config file in TOML
-    #[arg(long, value_name = "FILE")]
-    pub(super) config: Option<PathBuf>,
-    /// Override a value of file and environment: `--set drain.deadline=10s`
-    #[arg(long, value_name = "SECTION.KEY=VALUE")]
-    pub(super) set: Vec<String>,
-}
-
-impl ConfigSource {
-    /// Reads and checks the config.
-    pub(super) fn load(self) -> anyhow::Result<Loaded> {
-        Ok(load(&Origin::of_process(self.config, self.set))?)
-    }
+    /// Compare a config with a running cluster: exits 0 without differences, 1 with some
+    Diff(settings::DiffArgs),
+    /// Put the values of a config into a running cluster, after showing the differences
+    Apply(settings::ApplyArgs),
 }
 
 /// Runs the command.
@@ -46,6 +33,10 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
         }
         ConfigCommand::Print(args) => terminal::print(print(&args.load()?).trim_end())?,
         ConfigCommand::Schema => terminal::print(serde_json::to_string_pretty(&schema())?)?,
+        ConfigCommand::Diff(args) => {
+            return super::block_on(async { Ok(settings::diff(args).await) });
+        }
+        ConfigCommand::Apply(args) => return super::block_on(settings::apply(args)),
     }
     Ok(ExitCode::SUCCESS)
 }

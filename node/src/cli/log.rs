@@ -10,9 +10,9 @@ use serde_json::{Value, json};
 use state::RouterState;
 use state::users::UserView;
 
-use super::config::ConfigSource;
 use super::explain;
 use super::read::{limits, print_json, thousandths};
+use super::source::ConfigSource;
 use super::table::cell;
 use crate::app::offline::{self, OfflineState};
 use crate::config::Config;

@@ -13,6 +13,8 @@ mod log;
 mod read;
 mod recover;
 mod serve;
+mod settings;
+mod source;
 mod table;
 
 use std::io::{ErrorKind, IsTerminal};
@@ -51,7 +53,7 @@ enum CliCommand {
     Replay(lab::replay::ReplayArgs),
     /// Compare policies, queue orders and cluster sizes in a simulation
     Simulate(Box<lab::simulate::SimulateArgs>),
-    /// Check a config, print the effective one, or print its JSON Schema
+    /// Check or print a config, or compare it with a running cluster
     #[command(subcommand)]
     Config(config::ConfigCommand),
     /// Show the cluster as a replica sees it

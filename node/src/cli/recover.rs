@@ -6,13 +6,13 @@ use std::process::ExitCode;
 use anyhow::Context;
 use lab::terminal;
 
-use super::config;
+use super::source::ConfigSource;
 
 /// `quorate recover`.
 #[derive(Debug, clap::Args)]
 pub(super) struct RecoverArgs {
     #[command(flatten)]
-    config: config::ConfigSource,
+    config: ConfigSource,
 }
 
 /// Sets the store aside and prints the next steps.

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use lab::terminal;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::config;
+use super::source::ConfigSource;
 use crate::app::{App, ShutdownHandle};
 use crate::{descriptors, memory, private, telemetry};
 
@@ -13,7 +13,7 @@ use crate::{descriptors, memory, private, telemetry};
 #[derive(Debug, clap::Args)]
 pub(super) struct ServeArgs {
     #[command(flatten)]
-    config: config::ConfigSource,
+    config: ConfigSource,
 }
 
 /// Runs the replica.

@@ -1,12 +1,9 @@
 //! Makes a [`Config`] of a file whose values are valid one by one. Checks what involves several keys or
 //! other files.
 
-use std::time::Duration;
-
 use api::proxy::ApiKeys;
-use state::admission::{AdmissionSettings, SlaSettings};
-use state::command::Rejection;
-use state::quotas::UserLimits;
+use api::settings::FileSettings;
+use state::admission::AdmissionSettings;
 
 use super::admission::AdmissionConfig;
 use super::file::{ConfigFile, ListenConfig};
@@ -64,6 +61,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         retry: file.retry,
         drain: file.drain,
         log: file.log,
+        file: FileSettings::default(),
     }
 }
 
@@ -124,51 +122,10 @@ fn api_keys(users: &UsersConfig, found: &mut Settings) -> Option<ApiKeys> {
 
 /// Returns the settings of a new cluster.
 fn admission(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSettings {
-    let settings = AdmissionSettings {
-        order: config.order,
-        concurrency: *config.concurrency,
-        queue_max: config.max_queue,
-        wait_ms_max: millis(*config.max_wait),
-        charge: config.charge,
-        grants: config.grants,
-        gate_tokens: config.gate_tokens,
-        bins: config.bins,
-        bin_selection: config.bin_selection,
-        bin_age_ms_max: millis(*config.bin_max_age),
-        batching: config.batching,
-        sla: SlaSettings {
-            inter_token_us: micros(*config.sla.inter_token),
-            tolerance_us: micros(*config.sla.tolerance),
-            batch_min: config.sla.min_batch,
-            batch_max: config.sla.max_batch,
-            memory_z_milli: config.sla.memory_z_milli,
-        },
-        user_limits: UserLimits {
-            requests: config.user_limits.requests,
-            tokens: config.user_limits.tokens.map(u64::from),
-            concurrent: config.user_limits.concurrent,
-            window_ms: config.user_limits.window.as_deref().copied().map(millis),
-        },
-    };
-    // With each key valid by itself, errors are left in these two fields and `batching`.
-    let key = |field: &str| {
-        let key = field.replace("batch_max", "max_batch");
-        key.replace("batch_min", "min_batch")
-    };
-    if let Err(Rejection::Invalid { field, expected }) = settings.validate()
+    if let Some(fault) = config.founding.misfit()
         && found.is_sound("admission")
     {
-        found.refuse_value(&format!("admission.{}", key(&field)), &key(&expected));
+        found.refuse_value(&format!("admission.{}", fault.key), &fault.expected);
     }
-    settings
-}
-
-fn millis(span: Duration) -> u32 {
-    u32::try_from(span.as_millis()).unwrap_or(u32::MAX)
-}
-
-/// At most an hour; no engine takes as long for a token.
-fn micros(span: Duration) -> u32 {
-    let span = span.min(Duration::from_secs(3600));
-    u32::try_from(span.as_micros()).unwrap_or(u32::MAX)
+    config.founding.settings()
 }

@@ -197,7 +197,8 @@ pub struct ModelConfig {
 #[serde(default, deny_unknown_fields)]
 pub struct BackendConfig {
     /// Id of the backend: letters, digits, `.`, `_`, `-`. Backends listed here that are missing are
-    /// registered at every start: when you delete one through the admin API, delete it here too.
+    /// registered at every start, unless they were removed through the admin API; what a known one
+    /// has otherwise is told (`quorate config diff`), not changed.
     pub id: String,
     /// Address of the engine: `http://host:port`.
     pub url: Parsed<EngineUrl>,

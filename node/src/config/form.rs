@@ -1,181 +1,29 @@
-//! Formats of values that TOML has no type for, such as durations, sizes and addresses: how they are
-//! parsed, printed and described.
+//! Formats of values that TOML has no type for, such as sizes and addresses: how they are parsed,
+//! printed and described. Those that the admin API has too are in `api::settings`.
 
-use std::borrow::Cow;
-use std::fmt::Debug;
 use std::net::SocketAddr;
-use std::ops::{Deref, Range};
+use std::ops::Range;
 use std::time::Duration;
 
 use api::prompt::TokenizerSpec;
 use api::proxy::{IdentifyBy, IpPrefix};
-use schemars::{JsonSchema, Schema, SchemaGenerator};
-use serde::de::Error;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use serde_json::json;
-use state::admission::{BATCH_MAX, Concurrency};
+use api::settings::{self, NamedForm, is_span, span};
 use tracing_subscriber::EnvFilter;
 
-/// Least and greatest integer.
-type Bounds = (u64, Option<u64>);
-
-const fn first(bounds: &[Bounds]) -> Option<Bounds> {
-    match bounds {
-        [bounds, ..] => Some(*bounds),
-        [] => None,
-    }
-}
-
-/// A format of strings.
-pub trait Form {
-    /// The parsed value.
-    type Value;
-    /// Name: `format` in the schema.
-    const NAME: &'static str;
-    /// A regular expression that all valid strings match, for editors.
-    const PATTERN: &'static str;
-    /// Describes valid strings in words.
-    const EXPECTED: &'static str;
-    /// Bounds of integers, if the format accepts them too.
-    const INTEGERS: Option<Bounds>;
-
-    /// Parses a string; `None` if it is not valid.
-    fn read(text: &str) -> Option<Self::Value>;
-    /// Formats a value such that it parses to the same value.
-    fn show(value: &Self::Value) -> String;
-}
-
-/// A value that config files write in the format `F`.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Parsed<F: Form>(pub F::Value);
-
-impl<F: Form> Deref for Parsed<F> {
-    type Target = F::Value;
-
-    fn deref(&self) -> &F::Value {
-        &self.0
-    }
-}
-
-impl<'de, F: Form> Deserialize<'de> for Parsed<F> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = String::deserialize(deserializer)?;
-        let value = F::read(&text).map(Self);
-        value.ok_or_else(|| D::Error::custom(format!("expected {}", F::EXPECTED)))
-    }
-}
-
-/// As an integer if the format accepts them and the value is one.
-impl<F: Form> Serialize for Parsed<F> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let text = F::show(&self.0);
-        match text.parse::<i64>() {
-            Ok(number) if F::INTEGERS.is_some() => number.serialize(serializer),
-            _ => text.serialize(serializer),
-        }
-    }
-}
-
-impl<F: Form> JsonSchema for Parsed<F> {
-    fn inline_schema() -> bool {
-        true
-    }
-
-    fn schema_name() -> Cow<'static, str> {
-        F::NAME.into()
-    }
-
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        let mut text = json!({ "type": "string", "pattern": F::PATTERN });
-        if let Some((min, max)) = F::INTEGERS {
-            let mut integer = json!({ "type": "integer", "minimum": min });
-            if let Some(max) = max {
-                integer["maximum"] = json!(max);
-            }
-            text = json!({ "anyOf": [integer, text] });
-        }
-        text["format"] = json!(F::NAME);
-        text.try_into().expect("it is an object")
-    }
-}
+pub(super) use api::settings::{Form, Parsed, Span, SpanOrZero, ms, show_duration};
 
 /// Returns the values of a list.
 pub(crate) fn values<F: Form<Value: Clone>>(list: &[Parsed<F>]) -> Vec<F::Value> {
     list.iter().map(|parsed| parsed.0.clone()).collect()
 }
 
-/// A format without its type.
-pub(super) struct NamedForm {
-    name: &'static str,
-    pub(super) expected: &'static str,
-    pub(super) takes_integers: bool,
-    pub(super) is_read: fn(&str) -> bool,
-}
-
 /// Returns the format of this name.
 pub(super) fn named(name: &str) -> Option<&'static NamedForm> {
-    FORMS.iter().find(|form| form.name == name)
+    let own = FORMS.iter().find(|form| form.name == name);
+    own.or_else(|| settings::named(name))
 }
 
-macro_rules! forms {
-    ($(
-        $(#[$attribute:meta])*
-        $form:ident: $value:ty = $name:literal {
-            pattern: $pattern:literal,
-            expected: $expected:literal,
-            $(integers: $integers:expr,)?
-            read: $read:expr,
-            show: $show:expr,
-        }
-    )*) => {
-        $(
-            $(#[$attribute])*
-            #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-            pub struct $form;
-
-            impl Form for $form {
-                type Value = $value;
-                const NAME: &'static str = $name;
-                const PATTERN: &'static str = $pattern;
-                const EXPECTED: &'static str = $expected;
-                const INTEGERS: Option<Bounds> = first(&[$($integers)?]);
-
-                fn read(text: &str) -> Option<$value> {
-                    let read: fn(&str) -> Option<$value> = $read;
-                    read(text)
-                }
-
-                fn show(value: &$value) -> String {
-                    let show: fn(&$value) -> String = $show;
-                    show(value)
-                }
-            }
-        )*
-
-        const FORMS: &[NamedForm] = &[$(NamedForm {
-            name: $form::NAME,
-            expected: $form::EXPECTED,
-            takes_integers: $form::INTEGERS.is_some(),
-            is_read: |text| $form::read(text).is_some(),
-        }),*];
-    };
-}
-
-forms! {
-    /// A duration.
-    Span: Duration = "time-span" {
-        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
-        expected: "a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\"",
-        read: |text| duration(text).filter(|span| *span >= SPAN_MIN),
-        show: show_duration,
-    }
-    /// A duration that may be zero.
-    SpanOrZero: Duration = "time-span-or-zero" {
-        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
-        expected: "a duration up to 1day, such as \"5s\"",
-        read: duration,
-        show: show_duration,
-    }
+api::forms! {
     /// A range of durations.
     SpanRange: Range<Duration> = "time-span-range" {
         pattern: r"^.+\.\..+$",
@@ -190,14 +38,6 @@ forms! {
         integers: (1, None),
         read: |text| size(text).filter(|bytes| *bytes > 0),
         show: show_size,
-    }
-    /// Maximum number of concurrent requests of a backend.
-    Slots: Concurrency = "concurrency" {
-        pattern: "^(adaptive|unlimited)$",
-        expected: "an integer from 1 to 65536, \"adaptive\" or \"unlimited\"",
-        integers: (1, Some(BATCH_MAX as u64)),
-        read: concurrency,
-        show: show_concurrency,
     }
     /// An HTTP error status.
     Status: u16 = "http-status" {
@@ -300,25 +140,10 @@ forms! {
     }
 }
 
-/// Minimum; shorter intervals would keep a core busy.
-const SPAN_MIN: Duration = Duration::from_millis(1);
-/// Maximum; longer durations are typos, and sums of them overflow.
-const SPAN_MAX: Duration = Duration::from_secs(24 * 60 * 60);
-
-fn duration(text: &str) -> Option<Duration> {
-    let span = humantime::parse_duration(text).ok();
-    span.filter(|span| *span <= SPAN_MAX)
-}
-
 fn range(text: &str) -> Option<Range<Duration>> {
     let (from, to) = text.split_once("..")?;
-    let (from, to) = (duration(from.trim())?, duration(to.trim())?);
-    (from >= SPAN_MIN && from < to).then_some(from..to)
-}
-
-/// Formats a duration.
-pub(super) fn show_duration(span: &Duration) -> String {
-    humantime::format_duration(*span).to_string()
+    let (from, to) = (span(from.trim())?, span(to.trim())?);
+    (is_span(&from) && from < to).then_some(from..to)
 }
 
 fn size(text: &str) -> Option<u64> {
@@ -346,26 +171,6 @@ fn show_size(bytes: &u64) -> String {
         || bytes.to_string(),
         |(unit, name)| format!("{}{name}", bytes / unit),
     )
-}
-
-fn concurrency(text: &str) -> Option<Concurrency> {
-    match text {
-        "adaptive" => Some(Concurrency::Adaptive),
-        "unlimited" => Some(Concurrency::Unlimited),
-        number => {
-            let number = number.parse().ok();
-            let number = number.filter(|number| (1..=BATCH_MAX).contains(number));
-            number.map(Concurrency::Fixed)
-        }
-    }
-}
-
-fn show_concurrency(concurrency: &Concurrency) -> String {
-    match concurrency {
-        Concurrency::Adaptive => "adaptive".to_owned(),
-        Concurrency::Unlimited => "unlimited".to_owned(),
-        Concurrency::Fixed(requests) => requests.to_string(),
-    }
 }
 
 /// Formats a network; a single address without a prefix length.
@@ -420,13 +225,10 @@ fn is_log_filter(text: &str) -> bool {
     !text.trim().is_empty() && EnvFilter::builder().parse(text).is_ok()
 }
 
-/// A default in milliseconds.
-pub(super) fn ms<F: Form<Value = Duration>>(ms: u32) -> Parsed<F> {
-    Parsed(Duration::from_millis(ms.into()))
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fmt::Debug;
+
     use super::*;
 
     #[test]
@@ -456,19 +258,6 @@ mod tests {
         ] {
             assert_eq!(SpanRange::read(wrong), None, "{wrong}");
         }
-    }
-
-    #[test]
-    fn time_spans_are_bounded() {
-        let day = Duration::from_secs(86_400);
-        for read in [Span::read, SpanOrZero::read] {
-            assert_eq!(read("1day"), Some(day));
-            for wrong in ["25h", "584942417355y", "-1s", "1", "soon", ""] {
-                assert_eq!(read(wrong), None, "{wrong}");
-            }
-        }
-        assert_eq!(Span::read("999us"), None);
-        assert_eq!(SpanOrZero::read("0s"), Some(Duration::ZERO));
     }
 
     fn check(is: fn(&str) -> bool, right: &[&str], wrong: &[&str]) {
@@ -527,7 +316,6 @@ mod tests {
 
     #[test]
     fn what_is_written_reads_the_same() {
-        reads_the_same::<Span>("1m 30s");
         reads_the_same::<SpanRange>("150ms..300ms");
         reads_the_same::<Size>("3MiB");
         reads_the_same::<Size>("12345");
@@ -536,7 +324,5 @@ mod tests {
         reads_the_same::<Prefix>("10.0.0.0/8");
         reads_the_same::<Prefix>("::1");
         reads_the_same::<TokenizerName>("huggingface:/a/b.json");
-        reads_the_same::<Slots>("adaptive");
-        reads_the_same::<Slots>("8");
     }
 }

@@ -11,6 +11,7 @@ mod engines;
 mod error;
 mod file;
 mod form;
+mod founding;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 pub(crate) mod key_file;
@@ -34,16 +35,17 @@ use api::backends::{CircuitSettings, EngineKeys};
 use api::prompt::ModelSettings;
 use api::proxy::{ApiKeys, FieldRules, HeaderRules};
 use api::routing::SelectSettings;
+use api::settings::FileSettings;
 use serde_json::Value;
 use state::admission::AdmissionSettings;
 use state::command::BackendSpec;
-use state::policy::{PolicyConfig, RoutingSettings};
+use state::policy::{POLICY_NAMES, PolicyConfig, RoutingSettings};
 
 use self::read::{Layers, Settings};
 
+pub use api::settings::Parsed;
 pub use error::{ConfigError, ConfigErrors, Place};
 pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig};
-pub use form::Parsed;
 pub(crate) use form::values;
 pub use print::print;
 pub use schema::schema;
@@ -115,6 +117,8 @@ pub struct Config {
     pub drain: DrainConfig,
     /// `[log]`.
     pub log: LogConfig,
+    /// What the config says of each setting, to be compared with a running cluster.
+    pub file: FileSettings,
 }
 
 /// How a replica without data finds its cluster.
@@ -229,7 +233,7 @@ pub fn load(origin: &Origin) -> Result<Loaded, ConfigErrors> {
 /// Reads and checks the layers of a config in the file `name`.
 fn read(name: &str, layers: &Layers<'_>) -> Result<Loaded, ConfigErrors> {
     let (file, text) = (name.to_owned(), layers.file.to_owned());
-    let (settings, (values, config)) = Settings::read(layers, |settings| {
+    let (settings, (values, mut config)) = Settings::read(layers, |settings| {
         let tree = Value::Object(settings.tree.clone());
         let file = serde_json::from_value(tree).unwrap_or_else(|error| {
             let expected = "values as `quorate config schema` says";
@@ -242,6 +246,7 @@ fn read(name: &str, layers: &Layers<'_>) -> Result<Loaded, ConfigErrors> {
     if !settings.errors.is_empty() {
         return Err(ConfigErrors::new(file, text, settings.errors));
     }
+    config.file = founding::file_settings(&config, &values, &settings.places);
     Ok(Loaded {
         config,
         file,

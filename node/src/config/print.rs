@@ -1,4 +1,6 @@
 //! `config print`: the effective config as a config file, with where each value came from.
+//!
+//! It knows no cluster, so it can only mark the values that a running one may have otherwise.
 
 use std::fmt::Write;
 
@@ -6,6 +8,7 @@ use serde_json::Value;
 
 use super::Loaded;
 use super::error::{Place, line_and_column};
+use super::founding::founds;
 use super::schema::{Section, sections};
 
 /// Column of the sources.
@@ -52,6 +55,10 @@ fn keys(out: &mut String, loaded: &Loaded, section: &Section, path: &str, table:
             }
             Some(Place::Variable(name)) => name.clone(),
             Some(Place::Flag(flag)) => format!("--set {flag}"),
+        };
+        let source = match founds(&section.path, name) {
+            true => format!("{source}; founds the cluster, see config diff"),
+            false => source,
         };
         let assignment = format!("{name} = {}", toml_of(value));
         line(out, format_args!("{assignment:<SOURCE_COLUMN$} # {source}"));

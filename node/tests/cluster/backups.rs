@@ -5,7 +5,7 @@ use std::process::Output;
 use super::*;
 
 /// Runs the binary against a replica.
-async fn quorate(at: &Addresses, args: &[&str]) -> Output {
+pub(super) async fn quorate(at: &Addresses, args: &[&str]) -> Output {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_quorate"));
     command
         .args(args)

@@ -1,0 +1,23 @@
+//! Where a command takes its config from.
+
+use std::path::PathBuf;
+
+use crate::config::{Loaded, Origin, load};
+
+/// Where the config comes from; the same for all commands that need one.
+#[derive(Debug, clap::Args)]
+pub(super) struct ConfigSource {
+    /// Config file in TOML
+    #[arg(long, value_name = "FILE")]
+    pub(super) config: Option<PathBuf>,
+    /// Override a value of file and environment: `--set drain.deadline=10s`
+    #[arg(long, value_name = "SECTION.KEY=VALUE")]
+    pub(super) set: Vec<String>,
+}
+
+impl ConfigSource {
+    /// Reads and checks the config.
+    pub(super) fn load(self) -> anyhow::Result<Loaded> {
+        Ok(load(&Origin::of_process(self.config, self.set))?)
+    }
+}

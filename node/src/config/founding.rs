@@ -1,0 +1,123 @@
+//! Which keys found a cluster, and what a config says of them. Afterwards the cluster's own values
+//! count, and a config only says how it differs.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::LazyLock;
+
+use api::settings::{
+    AdmissionForm, FileSettings, LocalSetting, ReplicatedSettings, SettingKey, SettingValues,
+};
+use serde_json::{Value, json};
+use state::command::BackendSpec;
+use state::policy::RoutingSettings;
+
+use super::error::Place;
+use super::schema::{Section, join, sections};
+use super::{Config, POLICY_NAMES};
+
+/// Names of the keys that are replicated, per section.
+struct FoundingKeys {
+    routing: BTreeSet<String>,
+    admission: BTreeSet<String>,
+    backends: BTreeSet<String>,
+}
+
+static KEYS: LazyLock<FoundingKeys> = LazyLock::new(|| {
+    let names = |settings: Value| match settings {
+        Value::Object(fields) => fields.into_iter().map(|(name, _)| name).collect(),
+        _ => BTreeSet::new(),
+    };
+    let spec = json!({ "id": "a", "url": "http://a:1" });
+    let spec = serde_json::from_value::<BackendSpec>(spec).expect("these two fields suffice");
+    let of = |settings: serde_json::Result<Value>| names(settings.expect("keys are texts"));
+    FoundingKeys {
+        routing: of(serde_json::to_value(RoutingSettings::default())),
+        admission: of(serde_json::to_value(AdmissionForm::default())),
+        backends: of(serde_json::to_value(spec)),
+    }
+});
+
+/// Whether the key `name` in the section (or the entries of the list) `section` only founds a
+/// cluster.
+pub(super) fn founds(section: &str, name: &str) -> bool {
+    let (area, below) = section.split_once('.').unwrap_or((section, ""));
+    match area {
+        "routing" if below.is_empty() => name == "policy" || KEYS.routing.contains(name),
+        "routing" => POLICY_NAMES.contains(&below),
+        "models" => name == "policy",
+        "admission" if below.is_empty() => KEYS.admission.contains(name),
+        "admission" => KEYS.admission.contains(below),
+        "backends" => name != "id" && KEYS.backends.contains(name),
+        _ => false,
+    }
+}
+
+/// Returns what a config says of settings. `values` and `places` are those it was made from.
+pub(super) fn file_settings(
+    config: &Config,
+    values: &Value,
+    places: &BTreeMap<String, Place>,
+) -> FileSettings {
+    let founding = ReplicatedSettings {
+        policy: &config.policy,
+        routing: &config.routing,
+        admission: &config.admission,
+    };
+    let founding = founding.values(config.backends.iter());
+    let is_stated = |key: &SettingKey| {
+        let path = path_of(key, values);
+        path.is_some_and(|path| places.contains_key(&path))
+    };
+    let stated = founding.into_iter().filter(|(key, _)| is_stated(key));
+    FileSettings {
+        stated: stated.collect::<SettingValues>(),
+        local: local(values, places),
+    }
+}
+
+/// Returns the path of a key in the file; `None` for an entry that is not there.
+fn path_of(key: &SettingKey, values: &Value) -> Option<String> {
+    let entry = |list: &str, name: &str, of: &str| {
+        let entries = values[list].as_array()?;
+        let nth = entries.iter().position(|entry| entry[name] == of)?;
+        Some(format!("{list}[{nth}]"))
+    };
+    Some(match key {
+        SettingKey::Policy | SettingKey::Routing(_) | SettingKey::Admission(_) => key.to_string(),
+        SettingKey::PolicySetting { policy, name }
+        | SettingKey::ModelSetting { policy, name, .. } => format!("routing.{policy}.{name}"),
+        SettingKey::ModelPolicy(model) => join(&entry("models", "name", model)?, "policy"),
+        SettingKey::Backend { id, name } => join(&entry("backends", "id", id)?, name),
+    })
+}
+
+/// Returns the settings of this replica alone.
+fn local(values: &Value, places: &BTreeMap<String, Place>) -> BTreeMap<String, LocalSetting> {
+    let mut local = BTreeMap::new();
+    let mut add = |section: &Section, (shown, path): (&str, &str), table: &Value| {
+        for (name, _) in &section.keys {
+            if !founds(&section.path, name) {
+                let setting = LocalSetting {
+                    value: table[name.as_str()].clone(),
+                    is_set: places.contains_key(&join(path, name)),
+                };
+                local.insert(join(shown, name), setting);
+            }
+        }
+    };
+    for section in sections() {
+        let parts = section.path.split('.');
+        let table = parts.fold(values, |table, part| &table[part]);
+        let Value::Array(entries) = table else {
+            add(&section, (&section.path, &section.path), table);
+            continue;
+        };
+        for (nth, entry) in entries.iter().enumerate() {
+            let path = format!("{}[{nth}]", section.path);
+            let name = entry["id"].as_str().or(entry["name"].as_str());
+            let shown = join(&section.path, name.unwrap_or_default());
+            add(&section, (&shown, &path), entry);
+        }
+    }
+    local
+}

@@ -1,0 +1,51 @@
+//! What an operator sees of the other replicas, and of one that cannot get in.
+
+use super::*;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_replica_knows_how_far_the_others_are() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    http.chat(&at[0], "ada", "Is the lamp lit?").await;
+    http.quiet(&at[0]).await;
+    for replica in &at {
+        let url = format!("http://{}/admin/v1/cluster", replica.admin);
+        let is_told = async || {
+            let (_, told) = http.get(&url).await;
+            let mut members = told["members"].as_object().unwrap().values();
+            members.all(|member| member["lag"] == 0)
+        };
+        until("all members are seen to have caught up", is_told).await;
+    }
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_lost_its_store_says_what_to_do() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let wiped = replicas.remove(2).leave().await;
+    std::fs::remove_dir_all(dir.path().join("n3")).unwrap();
+    replicas.push(Replica::again(wiped));
+    let url = format!("http://{}/readyz", at[2].admin);
+    let says = async || {
+        let (status, told) = http.get(&url).await;
+        let reasons = told["reasons"].to_string();
+        status == StatusCode::SERVICE_UNAVAILABLE
+            && ["another store", "node.id", "cluster.join"]
+                .iter()
+                .all(|it| reasons.contains(it))
+    };
+    until("the wiped replica says what to do", says).await;
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
