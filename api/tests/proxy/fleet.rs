@@ -366,6 +366,7 @@ fn admin(
         kv_board: Arc::default(),
         events: EventBus::default(),
         lifecycle: Lifecycle::default(),
+        file: api::settings::FileSettings::default(),
         hosts: Vec::new(),
     }))
 }
