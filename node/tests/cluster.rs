@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
+#[path = "cluster/alike.rs"]
+mod alike;
 #[path = "cluster/backups.rs"]
 mod backups;
 #[path = "cluster/config.rs"]

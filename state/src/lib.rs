@@ -22,6 +22,7 @@ pub mod policy;
 pub mod prefix;
 mod pricing;
 pub mod quotas;
+pub mod ratios;
 pub mod readers;
 mod reject;
 pub mod service;

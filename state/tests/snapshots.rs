@@ -6,7 +6,8 @@ use common::{Driver, chain, restored, sample, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
 use state::command::{Charge, Command, Envelope, Item, Lane, Origin, Reply};
-use state::ids::{LogIndex, ReplicaId, SessionId, Slot};
+use state::ids::{LogIndex, ModelKey, ReplicaId, SessionId, Slot};
+use state::ratios::TextSample;
 
 #[test]
 fn a_restored_state_is_the_same_and_goes_on_the_same() {
@@ -259,4 +260,25 @@ fn a_state_whose_time_is_paced_is_written_as_version_4() {
         (read.digest(), read.now_ms()),
         (state.digest(), state.now_ms())
     );
+}
+
+#[test]
+fn learnt_ratios_survive_in_a_snapshot_of_version_4() {
+    let mut driver = Driver::new();
+    assert_eq!(snapshot(&driver.state)[8..10], [2, 0]);
+    let model = ModelKey(9);
+    let sample = TextSample {
+        model,
+        bytes: 30_000,
+        tokens: 10_000,
+    };
+    driver.apply(1, common::batch(vec![Item::ObserveText(sample)]));
+    assert_eq!(driver.state.view().ratio(model).milli_bytes(), 3093);
+    let bytes = snapshot(&driver.state);
+    assert_eq!(bytes[8..10], [4, 0]);
+    let copy = restored(&bytes);
+    assert_eq!(copy.digest(), driver.state.digest());
+    assert_eq!(copy.view().ratio(model).milli_bytes(), 3093);
+    let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
+    expect_test::expect!["6431e4ba75e2d7cad0a7a2932bd90614"].assert_eq(&format!("{hash:032x}"));
 }

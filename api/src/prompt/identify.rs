@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
-use state::prefix::{self, Scope};
+use state::prefix::{self, Scope, model_key};
+use state::ratios::{BYTES_PER_TOKEN, TokenRatio};
 
 use super::reader::PromptReader;
 use super::{
-    BYTES_PER_TOKEN, BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch,
-    PromptIdentity, ReplyBoundary, ReplyShape, TokenRatio, TokenScope, Tokenizer,
+    BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch, PromptIdentity,
+    ReplyBoundary, ReplyShape, TokenScope, Tokenizer,
 };
 
 /// Bytes per block where no `[[models]]` entry applies.
@@ -63,7 +64,7 @@ impl PromptReader {
         let rest = &text[chain.len() * block_bytes as usize..];
         PromptIdentity {
             root,
-            tokens: with_batch(u64::from(ratio.tokens(text.len())), parsed, &ratio),
+            tokens: with_batch(u64::from(ratio.tokens(text.len())), parsed, ratio),
             matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
             unit,
             tail: ChainTail {
@@ -99,7 +100,7 @@ impl PromptReader {
         let rest = &ids[chain.len() * block_size as usize..];
         PromptIdentity {
             root,
-            tokens: with_batch(ids.len() as u64, parsed, &ratio),
+            tokens: with_batch(ids.len() as u64, parsed, ratio),
             matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
             unit: BlockUnit::Tokens,
             tail: ChainTail {
@@ -165,8 +166,8 @@ impl PromptReader {
     }
 
     fn ratio_of(&self, model: &str) -> TokenRatio {
-        self.ratios
-            .of(model, || self.view.registry().is_served(model))
+        let hash_seed = self.view.registry().hash_seed;
+        self.view.ratio(model_key(hash_seed, model))
     }
 
     fn settings_of(&self, model: &str) -> Option<&ModelSettings> {
@@ -183,7 +184,7 @@ struct BlockLength {
 }
 
 /// Tokens of a prompt and of the further ones of its batch.
-fn with_batch(tokens: u64, parsed: &ParsedBody, ratio: &TokenRatio) -> u32 {
+fn with_batch(tokens: u64, parsed: &ParsedBody, ratio: TokenRatio) -> u32 {
     let PromptBatch { bytes, ids, .. } = parsed.batch;
     let further = match usize::try_from(bytes) {
         Ok(0) => 0,

@@ -22,7 +22,6 @@ mod further;
 mod identify;
 mod lax;
 mod plain;
-mod ratio;
 mod read;
 mod reader;
 #[cfg(test)]
@@ -34,10 +33,10 @@ use std::sync::Arc;
 
 use state::ids::BlockHash;
 use state::prefix::ChainRoot;
+use state::ratios::TokenRatio;
 
 pub use flatten::append_reply;
 pub use further::{BodyMember, FurtherFields, MEMBERS_MAX, members, name_hash};
-pub use ratio::{BYTES_PER_TOKEN, TokenRatio};
 pub use read::{is_read, parse, parse_routed};
 pub use reader::{ParsedRequest, PromptReader, ReadError, ReadRequest};
 pub use tokenizer::{
@@ -236,7 +235,7 @@ pub struct ChainTail {
     pub seam: Option<ReplyBoundary>,
     /// Whether the text measured is all that the engine counts.
     pub is_partial: bool,
-    /// The model's ratio, to estimate with and to teach.
+    /// The model's bytes per token when the prompt was identified.
     pub ratio: TokenRatio,
 }
 

@@ -27,7 +27,6 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::ratio::TokenRatios;
 use super::{
     BlockUnit, BodyRejection, EncodeError, Encoded, EngineTokenizer, Fallback, ModelSettings,
     ParsedBody, Prompt, PromptIdentity, TokenizeRequest, TokenizeResult, Tokenizer,
@@ -88,7 +87,6 @@ pub struct PromptReader {
     /// Which engines can be asked, and with which keys.
     backends: Arc<Backends>,
     pub(super) models: Vec<ModelSettings>,
-    pub(super) ratios: TokenRatios,
     /// One permit per text that is tokenized in the blocking pool.
     pub(crate) workers: Arc<Semaphore>,
     /// To engines' tokenizers.
@@ -162,17 +160,10 @@ impl PromptReader {
             view,
             backends,
             models,
-            ratios: TokenRatios::default(),
             workers: Arc::new(Semaphore::new(cores)),
             pool: Pool::new(PoolSettings::default(), PoolCounters::default()),
             metrics,
         }
-    }
-
-    /// Models with a learnt ratio of their own.
-    #[cfg(test)]
-    pub(crate) fn ratios_len(&self) -> usize {
-        self.ratios.len()
     }
 
     /// Reads the body of a request to `path` and identifies its prompt.

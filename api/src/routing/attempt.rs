@@ -566,7 +566,7 @@ impl OpenAttempt {
         });
     }
 
-    /// Metrics, samples, and what the engine's count teaches about bytes per token.
+    /// Metrics and samples.
     fn report(&mut self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) {
         self.meter.count_end(end);
         let Some(usage) = self.usage else { return };
@@ -582,9 +582,8 @@ impl OpenAttempt {
                 .samples
                 .add(self.backend, now, |sample| ended.count(sample));
         }
-        self.prompt
-            .ratio
-            .learn(self.prompt.bytes, usage.prompt_tokens);
+        let (bytes, tokens) = (self.prompt.bytes, usage.prompt_tokens);
+        dispatcher.texts.add(self.model, bytes, tokens);
         if let Some(cached) = usage.cached_tokens {
             let predicted = self.prompt.predicted_of(usage.prompt_tokens);
             self.meter

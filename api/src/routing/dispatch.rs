@@ -21,6 +21,7 @@ use super::load::LoadTable;
 use super::outbox::{Overlay, SharedOutbox};
 use super::priced::{LargestRequest, PricedTotal};
 use super::samples::ServiceSamples;
+use super::texts::TextSums;
 use crate::backends::Backends;
 use crate::user_name::UserName;
 
@@ -42,6 +43,7 @@ pub struct Dispatcher {
     pub(super) last_attempt: AtomicU64,
     pub(super) samples: ServiceSamples,
     pub(super) lengths: OutputLengths,
+    pub(super) texts: TextSums,
     pub(super) priced: PricedTotal,
 }
 
@@ -108,6 +110,7 @@ impl Dispatcher {
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
             self.tell_samples(Instant::now());
             self.tell_lengths();
+            self.tell_texts();
         }
     }
 
@@ -128,6 +131,17 @@ impl Dispatcher {
                 model,
                 tokens,
             });
+        }
+    }
+
+    /// Queues what engines counted in prompts for the log; nothing while some member could not
+    /// read it.
+    pub fn tell_texts(&self) {
+        let samples = self.texts.take();
+        if self.view.is_format_4() {
+            for sample in samples {
+                self.outbox.note(Item::ObserveText(sample));
+            }
         }
     }
 

@@ -41,6 +41,7 @@ mod session;
 mod shares;
 #[cfg(test)]
 mod tests;
+mod texts;
 mod verdict;
 
 use std::sync::Arc;
@@ -60,6 +61,7 @@ use self::outbox::driver::OutboxDriver;
 use self::panic::Panics;
 use self::priced::PricedTotal;
 use self::samples::ServiceSamples;
+use self::texts::TextSums;
 use crate::backends::{Backends, HalfOpenProbe};
 use crate::clock::Clock;
 use crate::ports::Propose;
@@ -303,6 +305,7 @@ impl Router {
             last_attempt: AtomicU64::new(0),
             samples: ServiceSamples::default(),
             lengths: OutputLengths::default(),
+            texts: TextSums::default(),
             priced: PricedTotal::default(),
         };
         Self {

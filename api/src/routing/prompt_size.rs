@@ -1,8 +1,9 @@
 //! How large a prompt is, and how much of it is believed to be cached.
 
 use state::Registry;
+use state::ratios::TokenRatio;
 
-use crate::prompt::{PromptIdentity, TokenRatio};
+use crate::prompt::PromptIdentity;
 
 /// A prompt's size as far as known before an engine counts it.
 pub(super) struct PromptSize {
@@ -36,7 +37,7 @@ impl PromptSize {
             predicted: predicted.min(tokens),
             is_believed: registry.hash_secret.is_some(),
             block_tokens: tail.tokens_per_block,
-            ratio: tail.ratio.clone(),
+            ratio: tail.ratio,
         }
     }
 

@@ -582,16 +582,3 @@ fn a_word_on_the_cache_that_changes_makes_no_prompt_longer() {
     attempt.end(AttemptEnd::Finished, Instant::now());
     assert_eq!(bench.charged(), [100, 10, 1]);
 }
-
-#[test]
-fn a_model_nobody_serves_is_not_remembered() {
-    let bench = Bench::new(1);
-    for name in ["other".to_owned(), "x".repeat(1000), "m".to_owned()] {
-        let parsed = ParsedBody {
-            model: name,
-            ..completion("hello")
-        };
-        let _ = bench.router.reader().identify(&parsed);
-    }
-    assert_eq!(bench.router.reader().ratios_len(), 1);
-}

@@ -20,6 +20,7 @@ use state::ids::{
 use state::policy::{PolicyConfig, RoutingSettings};
 use state::prefix::{model_key, user_key};
 use state::quotas::UserLimits;
+use state::ratios::TextSample;
 use state::readers::Assignment;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
@@ -283,6 +284,11 @@ fn learnt(backend: BackendRef) -> Command {
         }),
         Item::Grant { model, count: 2 },
         Item::Leave { ticket: Ticket(5) },
+        Item::ObserveText(TextSample {
+            model,
+            bytes: 9000,
+            tokens: 2000,
+        }),
     ])
 }
 

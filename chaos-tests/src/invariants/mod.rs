@@ -16,6 +16,7 @@ pub mod events_in_order;
 pub mod exact_is_true;
 #[cfg(test)]
 pub(crate) mod fixture;
+pub mod learnt_as_reported;
 pub mod leases_as_told;
 pub mod limits_held;
 pub mod linearizable;
@@ -88,6 +89,7 @@ pub const ALL: &[Invariant] = &[
     invariant!(counters_as_charged),
     invariant!(leases_as_told),
     invariant!(blocks_as_leased),
+    invariant!(learnt_as_reported),
     invariant!(time_as_stamped),
     invariant!(time_passes),
     invariant!(owned_from_outside),

@@ -47,6 +47,8 @@ pub enum StatePart {
     Blocks,
     /// Streams of KV events.
     Streams,
+    /// What is learned from engines' answers.
+    Learnt,
 }
 
 /// Something that a state holds otherwise than the log says.
@@ -130,6 +132,8 @@ impl ReplayComparison {
         look.leases();
         look.blocks();
         look.streams();
+        let (is, must) = (&image.ratios, &look.model.texts.ratios());
+        look.same(StatePart::Learnt, "bytes per token", is, must);
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use state::exact::{KvMode, KvPosition};
-use state::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, SessionId, UserKey};
+use state::ids::{AttemptId, BackendRef, BlockHash, ModelKey, ReplicaId, SessionId, UserKey};
 use state::users::UserUsage;
 use state::{Backend, RouterState};
 
@@ -34,6 +34,8 @@ pub struct StateImage {
     pub registers: BTreeMap<RegisterKey, RegisterText>,
     /// Virtual time of the fair order.
     pub virtual_time: u64,
+    /// Bytes per token by model, in thousandths.
+    pub ratios: BTreeMap<ModelKey, u32>,
 }
 
 /// A backend.
@@ -139,6 +141,12 @@ impl StateImage {
                 .map(|key| (key.clone(), key.value_in(state)))
                 .collect(),
             virtual_time: state.virtual_time_milli_tokens(),
+            ratios: state
+                .view()
+                .ratios()
+                .iter()
+                .map(|(model, ratio)| (model, ratio.milli_bytes()))
+                .collect(),
         }
     }
 }

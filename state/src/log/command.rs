@@ -15,6 +15,7 @@ use crate::ids::{
 use crate::policy::{PolicyConfig, RoutingSettings};
 use crate::prefix::HashSecret;
 use crate::pricing::FairnessSettings;
+use crate::ratios::TextSample;
 use crate::readers::Assignment;
 use crate::service::ServiceSample;
 use crate::settings::{AdmissionSettings, UserLimits};
@@ -282,6 +283,8 @@ pub enum Item {
         /// Number of requests to grant.
         count: u32,
     },
+    /// Text and token counts of finished requests. Format version 4.
+    ObserveText(TextSample),
 }
 
 /// How an attempt ended with respect to the engine's cache.

@@ -79,6 +79,7 @@ impl RouterState {
             Item::Wait(wait) => self.wait_for_grant(replica, wait),
             Item::Leave { ticket } => self.leave(replica, ticket),
             Item::Grant { model, count } => self.grant(model, count),
+            Item::ObserveText(sample) => self.observe_text(&sample),
         };
         if is_applied {
             ItemResult::Applied

@@ -13,8 +13,8 @@
 //! - **I7** A user's requests in flight and waiting are the sums over replicas with a session. The
 //!   sets of backlogged, waiting and forgettable users follow from them.
 //! - **I8** The incrementally kept digest equals one computed from scratch.
-//! - **I9** The published registry, service figures, output lengths, users and index are those of
-//!   the state.
+//! - **I9** The published registry, service figures, output lengths, ratios, users and index are
+//!   those of the state.
 //! - **I18** Each request waiting for a grant has one place in one order and belongs to a replica
 //!   with a session. The published grants are those of the state.
 //! - **I20** The models and pairs with output lengths stay within their bounds, the pairs' order
@@ -22,6 +22,7 @@
 //! - **I22** For a backend whose KV events are followed, exactly those blocks are reported that its
 //!   ranks hold and that lead back to a first block over such blocks, and none while a rank is
 //!   unknown. Counts, sums and bounds agree.
+//! - **I74** Learned bytes per token stay within their bounds, as do their number and their weight.
 //! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
 //! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests
@@ -45,6 +46,9 @@ impl RouterState {
         self.outputs
             .check()
             .map_err(|detail| broken("I20", detail))?;
+        self.ratios
+            .check()
+            .map_err(|detail| broken("I74", detail))?;
         self.check_published()
     }
 
@@ -162,6 +166,11 @@ impl RouterState {
             self.view.outputs().is_of(&self.outputs),
             "I9",
             "the published output lengths differ",
+        )?;
+        ensure(
+            **self.view.ratios() == self.ratios.view(),
+            "I9",
+            "the published ratios differ",
         )?;
         ensure(
             self.view.applied() == self.applied,

@@ -19,6 +19,7 @@ use crate::ids::{ModelKey, ReplicaId, Slot, Ticket, UserKey};
 use crate::policy::RoutingSettings;
 use crate::prefix::user_key;
 use crate::pricing::Pricing;
+use crate::ratios::TextSample;
 use crate::readers::Assignment;
 use crate::reject::Rejection;
 use crate::service::{
@@ -79,6 +80,7 @@ impl RouterState {
         if let Some(paced) = &self.time.paced {
             encoding::append_bytes(paced, bytes);
         }
+        append_unless_default(&self.ratios, bytes);
     }
 
     pub(super) fn put_routing(
@@ -276,6 +278,12 @@ impl RouterState {
         let bins = self.admission_settings().bins;
         let is_taken = self.outputs.observe(user, model, tokens, bins);
         self.is_outputs_changed |= is_taken;
+        is_taken
+    }
+
+    pub(super) fn observe_text(&mut self, sample: &TextSample) -> bool {
+        let is_taken = self.ratios.observe(sample);
+        self.is_ratios_changed |= is_taken;
         is_taken
     }
 

@@ -35,6 +35,7 @@ use crate::users::{self, Users};
 use crate::exact::FollowedBackends;
 use crate::grants::WaitingList;
 use crate::outputs::Outputs;
+use crate::ratios::LearntRatios;
 use crate::readers::Readers;
 use crate::service::ServiceStats;
 use audit::Audit;
@@ -68,6 +69,7 @@ pub struct RouterState {
     readers: Readers,
     service: ServiceStats,
     outputs: Outputs,
+    ratios: LearntRatios,
     waiting: WaitingList,
     exact: FollowedBackends,
     /// A restore in progress.
@@ -84,6 +86,8 @@ pub struct RouterState {
     is_service_changed: bool,
     /// Whether a command changed the published output lengths.
     is_outputs_changed: bool,
+    /// Whether a command changed the learned ratios.
+    is_ratios_changed: bool,
     /// Whether a command changed the waiting list for grants.
     is_waiting_changed: bool,
     view: Arc<StateView>,
@@ -156,6 +160,7 @@ impl RouterState {
             readers: Readers::default(),
             service: ServiceStats::default(),
             outputs: Outputs::default(),
+            ratios: LearntRatios::default(),
             waiting: WaitingList::default(),
             exact: FollowedBackends::default(),
             staged: None,
@@ -164,6 +169,7 @@ impl RouterState {
             is_cold_changed: false,
             is_service_changed: false,
             is_outputs_changed: false,
+            is_ratios_changed: false,
             is_waiting_changed: false,
             view,
         };
@@ -198,9 +204,12 @@ impl RouterState {
         if std::mem::take(&mut self.is_outputs_changed) {
             self.view.publish_outputs(self.outputs.view());
         }
+        if std::mem::take(&mut self.is_ratios_changed) {
+            self.view.publish_ratios(self.ratios.view());
+        }
         self.publish_for_policies();
         self.publish_for_admission(is_cold_changed);
-        self.view.publish_time(self.time.now_ms);
+        self.publish_time();
         self.view.publish_applied(index);
         reply
     }
@@ -339,6 +348,12 @@ impl RouterState {
     /// members know version 4.
     fn follow_format(&mut self) {
         self.users.spare_charged(self.time.paced.is_some());
+    }
+
+    /// Publishes what passes with every command.
+    fn publish_time(&self) {
+        self.view.publish_time(self.time.now_ms);
+        self.view.publish_format_4(self.time.paced.is_some());
     }
 
     /// Closes everything a replica has open, when its session ends.

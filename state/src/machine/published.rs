@@ -11,12 +11,13 @@ use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends};
 use crate::exact::{FollowedBackends, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
-use crate::ids::{BackendRef, LogIndex, ReplicaId, Slot, UserKey};
+use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
 use crate::outputs::OutputsView;
 use crate::policy::{PolicyConfig, RoutingSettings, UserTokens};
 use crate::prefix::{BlockHasher, HashSecret};
 use crate::pricing::FairnessSettings;
 use crate::quotas::Quota;
+use crate::ratios::{RatiosView, TokenRatio};
 use crate::readers::{Assignment, Readers};
 use crate::service::ServiceView;
 use crate::settings::AdmissionSettings;
@@ -36,6 +37,9 @@ pub struct StateView {
     wants_all: AtomicBool,
     service: ArcSwap<ServiceView>,
     outputs: ArcSwap<OutputsView>,
+    ratios: ArcSwap<RatiosView>,
+    /// Whether all members can read version 4 of the log.
+    is_format_4: AtomicBool,
     /// All users; `None` while nobody wants them.
     users: ArcSwapOption<UsersView>,
     wants_users: AtomicBool,
@@ -53,6 +57,8 @@ impl StateView {
             wants_all: AtomicBool::new(false),
             service: ArcSwap::default(),
             outputs: ArcSwap::default(),
+            ratios: ArcSwap::default(),
+            is_format_4: AtomicBool::new(false),
             users: ArcSwapOption::empty(),
             wants_users: AtomicBool::new(false),
             grants: ArcSwap::default(),
@@ -84,6 +90,25 @@ impl StateView {
     #[must_use]
     pub fn outputs(&self) -> Guard<Arc<OutputsView>> {
         self.outputs.load()
+    }
+
+    /// Returns the bytes per token of `model`'s prompts, as of the last change.
+    #[must_use]
+    pub fn ratio(&self, model: ModelKey) -> TokenRatio {
+        self.ratios.load().of(model)
+    }
+
+    /// Returns all learned ratios, as of their last change.
+    #[must_use]
+    pub fn ratios(&self) -> Guard<Arc<RatiosView>> {
+        self.ratios.load()
+    }
+
+    /// Whether all members can read what version 4 of the log format introduced. Before that, a
+    /// replica keeps such items to itself: one would hold back all that is behind it.
+    #[must_use]
+    pub fn is_format_4(&self) -> bool {
+        self.is_format_4.load(Ordering::Relaxed)
     }
 
     /// Returns the applied index. Everything up to that index is visible to the caller afterwards.
@@ -193,6 +218,14 @@ impl StateView {
 
     pub(super) fn publish_outputs(&self, outputs: OutputsView) {
         self.outputs.store(Arc::new(outputs));
+    }
+
+    pub(super) fn publish_ratios(&self, ratios: RatiosView) {
+        self.ratios.store(Arc::new(ratios));
+    }
+
+    pub(super) fn publish_format_4(&self, is_known: bool) {
+        self.is_format_4.store(is_known, Ordering::Relaxed);
     }
 
     pub(super) fn publish_time(&self, now_ms: u64) {

@@ -397,6 +397,7 @@ impl RouterState {
         *self = fresh;
         self.note(origin, AuditAction::Restore, subject);
         self.is_outputs_changed = true;
+        self.is_ratios_changed = true;
         self.is_waiting_changed = true;
     }
 }

@@ -9,7 +9,7 @@
 //! KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 3 lacks the cluster's hash secret, forgiven users and paced time. Version 2 also lacks
+//! Version 3 lacks the cluster's hash secret, forgiven users, paced time and learned ratios. Version 2 also lacks
 //! restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
 //! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
@@ -30,12 +30,13 @@ use crate::exact::FollowedImage;
 use crate::grants::WaitingList;
 use crate::ids::LogIndex;
 use crate::ownership::FrozenOwnership;
+use crate::ratios::LearntRatios;
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
 pub const SNAPSHOT_VERSION: u16 = 4;
-/// Version of a state without a hash secret, without a forgiven user in the audit and without paced
-/// time.
+/// Version of a state without a hash secret, a forgiven user in the audit, paced time and learned
+/// ratios.
 const SNAPSHOT_VERSION_RESTORES: u16 = 3;
 /// Version of a state that also holds no trace of a restore.
 const SNAPSHOT_VERSION_COMMON: u16 = 2;
@@ -66,6 +67,7 @@ mod tag {
     pub(super) const RESTORE: u8 = 15;
     pub(super) const HASHING: u8 = 16;
     pub(super) const TIME: u8 = 17;
+    pub(super) const RATIOS: u8 = 18;
     pub(super) const END: u8 = 255;
 }
 
@@ -79,6 +81,8 @@ pub struct FrozenState {
     hashing: Option<Vec<u8>>,
     /// Encoded pacing of replicated time.
     time: Option<Vec<u8>>,
+    /// Encoded ratios; `None` if there are none.
+    ratios: Option<Vec<u8>>,
     leases: LeasesImage,
     users: UsersImage,
     exact: FollowedImage,
@@ -130,6 +134,9 @@ impl FrozenState {
         if let Some(time) = &self.time {
             write_section(out, tag::TIME, time)?;
         }
+        if let Some(ratios) = &self.ratios {
+            write_section(out, tag::RATIOS, ratios)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -152,7 +159,12 @@ impl RouterState {
         let sessions = encoding::to_bytes(&self.sessions);
         let is_common = self.staged.is_none() && self.audit.restored().is_none();
         let time = self.time.paced.as_ref().map(encoding::to_bytes);
-        let is_newest = self.hash_secret.is_some() || self.audit.has_version_4() || time.is_some();
+        let has_ratios = self.ratios != LearntRatios::default();
+        let ratios = has_ratios.then(|| encoding::to_bytes(&self.ratios));
+        let is_newest = self.hash_secret.is_some()
+            || self.audit.has_version_4()
+            || time.is_some()
+            || ratios.is_some();
         let version = match (is_newest, is_common) {
             (true, _) => SNAPSHOT_VERSION,
             (false, false) => SNAPSHOT_VERSION_RESTORES,
@@ -164,6 +176,7 @@ impl RouterState {
             applied: self.applied,
             digest: self.digest(),
             time,
+            ratios,
             small: vec![
                 (
                     tag::CONFIG,
@@ -242,7 +255,8 @@ impl RouterState {
         self.view.publish_outputs(self.outputs.view());
         self.publish_for_policies();
         self.publish_for_admission(true);
-        self.view.publish_time(self.time.now_ms);
+        self.view.publish_ratios(self.ratios.view());
+        self.publish_time();
         self.view.publish_applied(applied);
         Ok(())
     }
@@ -297,6 +311,10 @@ impl RouterState {
             }
             tag::EXACT => self.exact.restore_piece(payload)?,
             tag::TIME => self.time.paced = Some(section(payload)?),
+            tag::RATIOS => {
+                self.ratios = section(payload)?;
+                self.ratios.check()?;
+            }
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),

@@ -19,6 +19,7 @@ use state::ids::{
 use state::policy::PolicyConfig;
 use state::prefix::user_key;
 use state::quotas::UserLimits;
+use state::ratios::TextSample;
 use state::service::ServiceSample;
 
 use super::common::{self, block, chain, spec};
@@ -132,7 +133,7 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
     prop_oneof![
         2 => wait, 1 => leave, 1 => grant,
         8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge(), 1 => define,
-        1 => observe(), 1 => service(), 1 => outputs(), 6 => kv(),
+        1 => observe(), 1 => service(), 1 => outputs(), 1 => text(), 6 => kv(),
     ]
 }
 
@@ -246,6 +247,17 @@ fn outputs() -> impl Strategy<Value = Item> {
             tokens,
         },
     )
+}
+
+fn text() -> impl Strategy<Value = Item> {
+    let bytes = prop_oneof![9 => 0_u64..100_000, 1 => any::<u64>()];
+    (0_u64..3, bytes, 0_u64..30_000).prop_map(|(model, bytes, tokens)| {
+        Item::ObserveText(TextSample {
+            model: ModelKey(model),
+            bytes,
+            tokens,
+        })
+    })
 }
 
 fn service() -> impl Strategy<Value = Item> {

@@ -74,7 +74,8 @@ fn cut(outbox: &mut Outbox) -> Vec<String> {
         | Item::ObserveOutputs { .. }
         | Item::Wait(_)
         | Item::Leave { .. }
-        | Item::Grant { .. } => format!("note {item:?}"),
+        | Item::Grant { .. }
+        | Item::ObserveText(_) => format!("note {item:?}"),
     };
     items.into_iter().map(show).collect()
 }

@@ -132,3 +132,28 @@ fn a_sampled_touch_is_told_to_the_log() {
     assert!((20..90).contains(&touching), "{touching} of 400");
     bench.assert_quiet();
 }
+
+#[test]
+fn what_engines_count_in_text_is_learnt_through_the_log_once_all_can_read_it() {
+    let bench = Bench::new(1);
+    let ended = || {
+        for _ in 0..50 {
+            let identity = bench.identify(&"a".repeat(2000));
+            let (_, mut attempt) = bench.start(&identity);
+            attempt.usage(usage(1000, Some(0), 1), Instant::now());
+            attempt.end(AttemptEnd::Finished, Instant::now());
+        }
+        let before = bench.identify(&"a".repeat(2000)).tokens;
+        bench.router.dispatcher().tell_texts();
+        bench.flush();
+        (before, bench.identify(&"a".repeat(2000)))
+    };
+    let (before, after) = ended();
+    assert_eq!((before, after.tokens), (500, 500));
+    bench.admin(Command::PaceTime);
+    let (before, after) = ended();
+    assert_eq!(before, 500, "nothing is learnt past the log");
+    assert!((900..1000).contains(&after.tokens), "{}", after.tokens);
+    assert_eq!(after.tail.tokens_per_block, 8);
+    bench.assert_quiet();
+}

@@ -11,6 +11,7 @@ pub mod sessions;
 pub mod streams;
 #[cfg(test)]
 mod tests;
+pub mod texts;
 pub mod time;
 pub mod users;
 pub mod waiting;
@@ -27,6 +28,7 @@ use cache::ModelCache;
 use registry::ModelRegistry;
 use sessions::{Dedup, ModelSessions};
 use streams::ModelStreams;
+use texts::ModelTexts;
 use time::ModelTime;
 use users::{ModelUsers, price};
 use waiting::ModelWaitingList;
@@ -50,6 +52,8 @@ pub struct ReferenceModel {
     pub users: ModelUsers,
     /// How far streams of KV events go.
     pub streams: ModelStreams,
+    /// Bytes per token.
+    pub texts: ModelTexts,
     /// What replicas have charged users ahead, less what they settled of it, in priced tokens.
     pub ahead: BTreeMap<(ReplicaId, UserKey), i128>,
     /// Whether more than prompts was ever charged ahead, or that by the log.
@@ -208,6 +212,7 @@ impl ReferenceModel {
                 }
             }
             Item::ObserveOutputs { .. } => {}
+            Item::ObserveText(sample) => self.texts.observe(sample),
             Item::Wait(wait) => self.waiting.wait(replica, *wait),
             Item::Leave { ticket } => self.waiting.leave(replica, *ticket),
             Item::Grant { model, count } => {

@@ -188,6 +188,7 @@ fn random_logs_are_followed() {
         StatePart::Users,
         StatePart::Leases,
         StatePart::Blocks,
+        StatePart::Learnt,
     ] {
         assert!(compared[&part] > 200, "{part:?}: {compared:?}");
     }

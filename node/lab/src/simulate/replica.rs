@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
-use api::prompt::{ChainTail, PromptIdentity, TokenRatio};
+use api::prompt::{ChainTail, PromptIdentity};
 use api::routing::{
     AfterProposal, Attempt, AttemptEnd, Decision, DispatchTerms, LoadReporter, LoadTable,
     OutboxSettings, Router, RouterParts, RoutingRejection, RoutingRequest, SelectSettings,
@@ -21,6 +21,7 @@ use state::admission::{Counters, PendingCharges, Pricing, UserFigures};
 use state::command::{Command, Committed, Envelope, Lane, Origin, Reply};
 use state::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey};
 use state::prefix::model_key;
+use state::ratios::TokenRatio;
 use state::{RouterState, StateView};
 use tokio::time::Instant;
 
@@ -187,7 +188,7 @@ impl SimReplica {
     ) -> SimRequest<'a> {
         let identity = prompt.identity.clone();
         let tail = ChainTail {
-            ratio: self.ratio.clone(),
+            ratio: self.ratio,
             ..identity.tail
         };
         SimRequest {

@@ -14,7 +14,7 @@
 //! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
-//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts | | its fields |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts, 6 text | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Unused bits are 0 and anything else is
 //! rejected, so that a later version can give them a meaning.
@@ -27,7 +27,8 @@ use bincode::{Decode, Encode};
 use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
 use super::kv;
 use crate::command::{Charge, Item, LeaseOutcome};
-use crate::ids::{BlockHash, ModelKey, Ticket, UserKey};
+use crate::ids::{BackendRef, BlockHash, ModelKey, Ticket, UserKey};
+use crate::ratios::TextSample;
 
 const ACQUIRE: u8 = 0;
 const MATERIALIZE: u8 = 1;
@@ -46,6 +47,7 @@ mod rare {
     pub(super) const LEAVE: u8 = 3;
     pub(super) const GRANT: u8 = 4;
     pub(super) const CHARGE: u8 = 5;
+    pub(super) const TEXT: u8 = 6;
 }
 
 const KIND_BITS: u32 = 3;
@@ -64,16 +66,7 @@ impl Encode for Item {
                 backend,
                 tip,
                 new,
-            } => {
-                let flag = if tip.is_some() { FLAG } else { 0 };
-                put_byte(encoder, ACQUIRE | flag | count_bits(new))?;
-                put(encoder, u64::from(*attempt))?;
-                put_backend(encoder, *backend)?;
-                if let Some(tip) = tip {
-                    tip.encode(encoder)?;
-                }
-                put_blocks(encoder, new)
-            }
+            } => put_acquire(encoder, *attempt, *backend, *tip, new),
             Self::Materialize { attempt, new } => {
                 put_byte(encoder, MATERIALIZE | count_bits(new))?;
                 put(encoder, u64::from(*attempt))?;
@@ -121,6 +114,12 @@ impl Encode for Item {
                 put_rare(encoder, rare::GRANT)?;
                 model.0.to_le_bytes().encode(encoder)?;
                 put(encoder, u64::from(*count))
+            }
+            Self::ObserveText(sample) => {
+                put_rare(encoder, rare::TEXT)?;
+                sample.model.0.to_le_bytes().encode(encoder)?;
+                put(encoder, sample.bytes)?;
+                put(encoder, sample.tokens)
             }
         }
     }
@@ -218,12 +217,34 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             count: get_u32(decoder)?,
         }),
         rare::CHARGE => get_long_charge(decoder),
+        rare::TEXT => Ok(Item::ObserveText(TextSample {
+            model: get_model(decoder)?,
+            bytes: get(decoder)?,
+            tokens: get(decoder)?,
+        })),
         _ => Err(no_item(tag)),
     }
 }
 
 fn get_model<D: Decoder>(decoder: &mut D) -> Result<ModelKey, DecodeError> {
     Ok(ModelKey(u64::from_le_bytes(<[u8; 8]>::decode(decoder)?)))
+}
+
+fn put_acquire<E: Encoder>(
+    encoder: &mut E,
+    attempt: u32,
+    backend: BackendRef,
+    tip: Option<BlockHash>,
+    new: &[BlockHash],
+) -> Result<(), EncodeError> {
+    let flag = if tip.is_some() { FLAG } else { 0 };
+    put_byte(encoder, ACQUIRE | flag | count_bits(new))?;
+    put(encoder, u64::from(attempt))?;
+    put_backend(encoder, backend)?;
+    if let Some(tip) = tip {
+        tip.encode(encoder)?;
+    }
+    put_blocks(encoder, new)
 }
 
 fn put_release<E: Encoder>(

@@ -51,6 +51,7 @@ pub fn format_of(command: &Command) -> u8 {
         | Command::PaceTime
         | Command::SetUser { .. }
         | Command::FoundWithSettings(_) => 4,
+        Command::Batch { items, .. } if items.iter().any(is_of_version_4) => 4,
         Command::InitCluster { .. }
         | Command::Batch { .. }
         | Command::PutBackend(_)
@@ -64,6 +65,11 @@ pub fn format_of(command: &Command) -> u8 {
         | Command::PutUserLimits { .. }
         | Command::AssignReaders(_) => FORMAT_VERSION_COMMON,
     }
+}
+
+/// Whether version 4 introduced this kind of item.
+fn is_of_version_4(item: &Item) -> bool {
+    matches!(item, Item::ObserveText(_))
 }
 
 /// Encodes a command as the payload of a log entry.

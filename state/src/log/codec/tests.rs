@@ -11,13 +11,14 @@ use crate::command::{
     Origin, Rejection, UserSpec,
 };
 use crate::ids::{
-    AttemptId, BackendRef, BlockHash, Incarnation, ReplicaId, SessionId, Slot, UserKey,
+    AttemptId, BackendRef, BlockHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot, UserKey,
 };
 use crate::policy::{
     BlockNaming, CostSettings, PolicyConfig, RoutingSettings, Touch, VllmCacheAwareSettings,
 };
 use crate::prefix::HashSecret;
 use crate::pricing::FairnessSettings;
+use crate::ratios::TextSample;
 use crate::settings::{AdmissionSettings, UserLimits};
 
 fn envelope(lane: Lane, command: Command) -> Envelope {
@@ -509,4 +510,25 @@ fn commands_of_version_4_have_their_bytes() {
         admission: AdmissionSettings::default(),
     };
     expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b010000142a2eebf86781709645fbd3d7c7ded5ace385c2e22ed24abcacbe8be9c1e346eec0af9a6829d688e6ebec76c2228e36e4536bfa2d70375279c883f50ba788c0b7e2f3bf8b8b074abfaa0eff1bcfcde64b0af90ec70debab14633d2ea72aa70fa10ed4a7d77df75f46e62c7aed7b27c80f075aed7f31214188da9bde807018aec516dfb83c0c6d8cd2b075a88634627fee807bc76b70d23cd711cee0b194327d34387f3204f5547e4958f040b44bc8bfa78e74b6fe82bc8fe1ad8f937c9ff8e0b38e0101020001c80000fb0010fb10270000000100fb88130000fb881301fb0004fb6d0600000000"].assert_eq(&written(Command::FoundWithSettings(Box::new(founding))));
+}
+
+#[test]
+fn items_of_version_4_have_their_bytes_and_make_a_batch_one_of_version_4() {
+    let text = Item::ObserveText(TextSample {
+        model: ModelKey(0xabcd),
+        bytes: 9000,
+        tokens: 2000,
+    });
+    let written = |item: Item| {
+        let bytes = to_bytes(&item);
+        assert_eq!(from_bytes::<Item, 64>(&bytes).unwrap(), item);
+        hex(&bytes)
+    };
+    expect!["37cdab000000000000a846d00f"].assert_eq(&written(text.clone()));
+    let batch = |items| Command::Batch {
+        base_attempt: AttemptId(1),
+        items,
+    };
+    assert_eq!(format_of(&batch(items())), FORMAT_VERSION_COMMON);
+    assert_eq!(format_of(&batch([items(), vec![text]].concat())), 4);
 }

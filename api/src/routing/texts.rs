@@ -1,0 +1,84 @@
+//! What engines count in prompts of text, summed up per model and told to the log once a second,
+//! which learns bytes per token from it (`state/src/ratios.rs`).
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use state::ids::ModelKey;
+use state::ratios::{RATIOS_MAX, TextSample};
+
+/// Shortest prompt that tells anything: what a chat template adds, some 30 tokens, counts for more
+/// than the text of a shorter one, and long prompts are what an estimate matters for.
+const PROMPT_BYTES_MIN: u64 = 512;
+/// A longer prompt weighs no more, so that no single one outweighs all others.
+const PROMPT_BYTES_MAX: u64 = 16 << 10;
+
+/// Sums by model.
+#[derive(Debug, Default)]
+pub(super) struct TextSums(Mutex<BTreeMap<ModelKey, (u64, u64)>>);
+
+impl TextSums {
+    /// An engine counted `tokens` in a prompt of `bytes` bytes.
+    pub(super) fn add(&self, model: ModelKey, bytes: u64, tokens: u64) {
+        let prompt = TextSample {
+            model,
+            bytes,
+            tokens,
+        };
+        if bytes < PROMPT_BYTES_MIN || !prompt.is_plausible() {
+            return;
+        }
+        let kept = bytes.min(PROMPT_BYTES_MAX);
+        let tokens = u128::from(tokens) * u128::from(kept) / u128::from(bytes);
+        let mut sums = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if sums.len() < RATIOS_MAX || sums.contains_key(&model) {
+            let (sum_bytes, sum_tokens) = sums.entry(model).or_default();
+            *sum_bytes += kept;
+            // At most twice as many as `kept`.
+            *sum_tokens += u64::try_from(tokens).unwrap_or(0);
+        }
+    }
+
+    /// Takes all out.
+    pub(super) fn take(&self) -> impl Iterator<Item = TextSample> + use<> {
+        let mut sums = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = std::mem::take(&mut *sums).into_iter();
+        taken.map(|(model, (bytes, tokens))| TextSample {
+            model,
+            bytes,
+            tokens,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(sums: &TextSums) -> Vec<(u64, u64, u64)> {
+        let each = sums.take();
+        each.map(|it| (it.model.0, it.bytes, it.tokens)).collect()
+    }
+
+    #[test]
+    fn prompts_are_summed_up_by_model() {
+        let sums = TextSums::default();
+        for (model, bytes, tokens) in [(1, 1000, 250), (2, 600, 300), (1, 2000, 400)] {
+            sums.add(ModelKey(model), bytes, tokens);
+        }
+        assert_eq!(taken(&sums), [(1, 3000, 650), (2, 600, 300)]);
+        assert_eq!(taken(&sums), []);
+    }
+
+    #[test]
+    fn what_tells_nothing_is_left_out_and_the_longest_prompt_weighs_no_more() {
+        let sums = TextSums::default();
+        // "hello, how are you" in vLLM with Qwen's template; an image; nothing; nonsense.
+        for (bytes, tokens) in [(27, 34), (1000, 10_000), (1000, 0), (u64::MAX, u64::MAX)] {
+            sums.add(ModelKey(1), bytes, tokens);
+        }
+        assert_eq!(taken(&sums), []);
+        sums.add(ModelKey(1), 1 << 20, 1 << 18);
+        assert_eq!(taken(&sums), [(1, 16 << 10, 4 << 10)]);
+    }
+}

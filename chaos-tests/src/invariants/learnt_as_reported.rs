@@ -1,0 +1,51 @@
+//! What is learned from engines' answers is what the reports in the log teach.
+
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::comparison::StatePart;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I74";
+/// As a statement.
+pub const NAME: &str = "bytes per token are those that the reports in the log teach";
+
+/// Compares images of states with a naive replay of the log.
+///
+/// # Errors
+/// When a state holds something else.
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    super::replayed(record, &[StatePart::Learnt], NUMBER, NAME)
+}
+
+#[cfg(test)]
+mod tests {
+    use state::command::{Command, Item};
+    use state::ids::{AttemptId, ModelKey};
+    use state::ratios::TextSample;
+
+    use super::*;
+    use crate::invariants::fixture::RecordBuilder;
+
+    #[test]
+    fn a_ratio_that_nobody_reported_is_seen() {
+        let mut story = RecordBuilder::lively();
+        let sample = TextSample {
+            model: ModelKey(3),
+            bytes: 9000,
+            tokens: 3000,
+        };
+        let base_attempt = AttemptId(0);
+        let items = vec![Item::ObserveText(sample)];
+        story.write(
+            1,
+            Command::Batch {
+                base_attempt,
+                items,
+            },
+        );
+        story.image(|image| assert_eq!(image.ratios[&ModelKey(3)], 3255));
+        assert!(check(&story.record).is_ok_and(|subjects| subjects > 0));
+        story.image(|image| *image.ratios.get_mut(&ModelKey(3)).unwrap() += 1);
+        assert!(check(&story.record).is_err());
+    }
+}

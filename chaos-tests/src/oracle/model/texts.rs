@@ -1,0 +1,56 @@
+//! The model's bytes per token: the last reports, each with what is left of its weight.
+
+use std::collections::BTreeMap;
+
+use state::ids::ModelKey;
+use state::ratios::TextSample;
+
+/// Tokens that count at most, and of one report.
+const TOKENS: u64 = 65_536;
+const TOKENS_EACH: u64 = 16_384;
+/// Models that are remembered.
+const MODELS: usize = 256;
+
+/// Bytes and tokens by model, the one heard of last at the end.
+#[derive(Debug, Clone, Default)]
+pub struct ModelTexts(Vec<(ModelKey, u64, u64)>);
+
+impl ModelTexts {
+    pub(super) fn observe(&mut self, sample: &TextSample) {
+        let (bytes, tokens) = (u128::from(sample.bytes), u128::from(sample.tokens));
+        let is_text = tokens > 0 && 2 * bytes >= tokens && bytes <= 16 * tokens;
+        if !is_text || bytes > 1 << 40 {
+            return;
+        }
+        let known = self.0.iter().position(|(model, ..)| *model == sample.model);
+        let (_, bytes, tokens) = match known {
+            Some(at) => self.0.remove(at),
+            None => (sample.model, 4096, 1024),
+        };
+        if self.0.len() == MODELS {
+            self.0.remove(0);
+        }
+        let (more, more_tokens) = at_most(sample.bytes, sample.tokens, TOKENS_EACH);
+        let (bytes, tokens) = at_most(bytes + more, tokens + more_tokens, TOKENS);
+        self.0.push((sample.model, bytes, tokens));
+    }
+
+    /// Thousandths of a byte per token, by model.
+    #[must_use]
+    pub fn ratios(&self) -> BTreeMap<ModelKey, u32> {
+        let each = self.0.iter().map(|(model, bytes, tokens)| {
+            let milli = (2000 * bytes + tokens) / (2 * tokens);
+            (*model, u32::try_from(milli).unwrap_or(u32::MAX))
+        });
+        each.map(|(model, milli)| (model, milli.clamp(500, 16_000)))
+            .collect()
+    }
+}
+
+fn at_most(bytes: u64, tokens: u64, most: u64) -> (u64, u64) {
+    if tokens <= most {
+        return (bytes, tokens);
+    }
+    let kept = u128::from(bytes) * u128::from(most) / u128::from(tokens);
+    (u64::try_from(kept).unwrap_or(u64::MAX), most)
+}

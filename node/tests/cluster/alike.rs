@@ -1,0 +1,121 @@
+//! Scores rest on the log: at one index every replica explains a request with the same numbers,
+//! whoever served the requests before, and also after a restart.
+
+use super::*;
+
+/// What is a replica's own in an explanation: what it has not told the log yet, what its own probes
+/// and connections showed, and whose turn it is (`docs/reference/policies.md`).
+const OWN: [&str; 7] = [
+    "circuit",
+    "engine_running",
+    "engine_waiting",
+    "kv_usage_permille",
+    "outbox",
+    "overlay_runs",
+    "turn",
+];
+
+fn without_own(explained: &mut Value) {
+    match explained {
+        Value::Object(members) => {
+            members.retain(|name, _| !OWN.contains(&name.as_str()));
+            members.values_mut().for_each(without_own);
+        }
+        Value::Array(values) => values.iter_mut().for_each(without_own),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+}
+
+/// Lengths of the prompts that each replica is sent. The emulated engine counts four bytes a token
+/// and rounds up, so the first replica sees fewer bytes a token than the others.
+const SENT_BYTES: [usize; 3] = [513, 1024, 2048];
+/// Long enough that another estimate shows, and its tokens at four bytes each.
+const EXPLAINED_BYTES: usize = 9000;
+const TOKENS_UNLEARNT: usize = EXPLAINED_BYTES / 4;
+
+/// A prompt of `bytes` bytes that begins like all others of its number.
+fn text(number: usize, bytes: usize) -> String {
+    let mut text = format!("{number} ").repeat(bytes);
+    text.truncate(bytes);
+    text
+}
+
+async fn explain(http: &Http, at: &Addresses, prompt: &str) -> Value {
+    let body = json!({ "model": "emulated", "prompt": prompt });
+    let would_be = json!({ "path": "/v1/completions", "headers": {}, "body": body });
+    let url = format!("http://{}/admin/v1/explain", at.admin);
+    let (status, _, explained) = http.send(Method::POST, &url, &would_be).await;
+    assert_eq!(status, StatusCode::OK, "{explained}");
+    explained
+}
+
+/// Explains `prompt` on all replicas at one index, and checks that they answer alike.
+async fn alike(http: &Http, replicas: &[Addresses], prompt: &str) -> Value {
+    let seen = tokio::sync::Mutex::new(Vec::new());
+    let at_one_index = async || {
+        let mut all = Vec::new();
+        for at in replicas {
+            all.push(explain(http, at, prompt).await);
+        }
+        let is_told = |it: &Value| it["overlay_runs"] == 0 && it["index"] == all[0]["index"];
+        let is_met = all.iter().all(is_told);
+        *seen.lock().await = all;
+        is_met
+    };
+    until("all replicas explain at one index", at_one_index).await;
+    let mut all = seen.into_inner();
+    all.iter_mut().for_each(without_own);
+    for other in &all[1..] {
+        assert_eq!(all[0], *other);
+    }
+    all.swap_remove(0)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_replica_explains_with_the_same_numbers_also_after_a_restart() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(2).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+
+    let is_learnt = async |rounds: usize| {
+        for number in 0..rounds {
+            let sent = at.iter().zip(SENT_BYTES).map(async |(at, bytes)| {
+                let prompt = text(number % 40, bytes);
+                let body = json!({ "model": "emulated", "prompt": prompt, "max_tokens": 2 });
+                let url = format!("http://{}/v1/completions", at.data);
+                let (status, _, answer) = http.send(Method::POST, &url, &body).await;
+                assert_eq!(status, StatusCode::OK, "{answer}");
+            });
+            futures_util::future::join_all(sent).await;
+        }
+        let explained = explain(&http, &at[1], &text(1, EXPLAINED_BYTES)).await;
+        explained["tokens"] != TOKENS_UNLEARNT
+    };
+    is_learnt(500).await;
+    until("bytes per token are learnt", async || is_learnt(10).await).await;
+    http.quiet(&at[0]).await;
+
+    let prompts: Vec<String> = (0..6).map(|n| text(n, EXPLAINED_BYTES)).collect();
+    let mut before = Vec::new();
+    for prompt in &prompts {
+        before.push(alike(&http, &at, prompt).await);
+    }
+    let scores = before
+        .iter()
+        .flat_map(|it| it["backends"].as_array().unwrap());
+    assert!(scores.clone().any(|it| it["score"] != 0), "{before:?}");
+
+    let gone = replicas.remove(1).leave().await;
+    replicas.insert(1, Replica::again(gone));
+    http.ready(&at).await;
+    for (prompt, before) in prompts.iter().zip(&before) {
+        let after = alike(&http, &at, prompt).await;
+        assert_eq!(after["tokens"], before["tokens"], "{after}");
+        assert_ne!(after["tokens"], TOKENS_UNLEARNT, "{after}");
+    }
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
