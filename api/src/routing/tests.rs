@@ -475,22 +475,6 @@ fn output_nobody_counted_is_estimated() {
 }
 
 #[test]
-fn engines_teach_how_long_a_token_is() {
-    let bench = Bench::new(1);
-    let text = "a".repeat(1600);
-    let identity = bench.identify(&text);
-    assert_eq!((identity.tokens, identity.tail.tokens_per_block), (400, 4));
-    for _ in 0..200 {
-        let (_, mut attempt) = bench.start(&identity);
-        attempt.usage(usage(800, Some(0), 1), Instant::now());
-        attempt.end(AttemptEnd::Finished, Instant::now());
-    }
-    let identity = bench.identify(&text);
-    assert_eq!((identity.tokens, identity.tail.tokens_per_block), (800, 8));
-    assert!((bench.router.reader().tokens_per_block("m") - 4.0).abs() < 1e-9);
-}
-
-#[test]
 fn a_panicking_request_leaves_nothing_behind() {
     let bench = Bench::new(1);
     let identity = bench.identify(&"a".repeat(100));

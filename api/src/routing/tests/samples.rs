@@ -155,5 +155,7 @@ fn what_engines_count_in_text_is_learnt_through_the_log_once_all_can_read_it() {
     assert_eq!(before, 500, "nothing is learnt past the log");
     assert!((900..1000).contains(&after.tokens), "{}", after.tokens);
     assert_eq!(after.tail.tokens_per_block, 8);
+    let of_capacity = bench.router.reader().tokens_per_block("m");
+    assert!((of_capacity - 4.0).abs() < 1e-9, "{of_capacity}");
     bench.assert_quiet();
 }
