@@ -382,7 +382,7 @@ impl Fleet {
         let models = vec![ModelSettings {
             name,
             tokenizer: Tokenizer::character(),
-            block_size: 128,
+            block_size: Some(128),
         }];
         let router = Arc::new(Router::new(RouterParts {
             view: Arc::clone(&view),

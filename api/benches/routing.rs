@@ -90,7 +90,7 @@ fn router(state: &RouterState) -> Arc<Router> {
         models: vec![ModelSettings {
             name: "*".to_owned(),
             tokenizer: Tokenizer::character(),
-            block_size: BLOCK_BYTES,
+            block_size: Some(BLOCK_BYTES),
         }],
         replica: ReplicaId(1),
         session: SessionId(1),

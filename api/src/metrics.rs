@@ -19,7 +19,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use state::exact::KvMode;
-use state::service::BackendServiceView;
+use state::service::{BackendServiceView, CapacitySource};
 use state::{Backend, StateView};
 use tokio::time::Instant;
 
@@ -498,7 +498,7 @@ type BackendGauge = (
     fn(&BackendRow<'_>) -> Option<u64>,
 );
 
-const BACKEND_GAUGES: [BackendGauge; 13] = [
+const BACKEND_GAUGES: [BackendGauge; 16] = [
     (
         "quorate_backend_healthy",
         "1 while the backend is healthy, as seen by this replica",
@@ -523,6 +523,21 @@ const BACKEND_GAUGES: [BackendGauge; 13] = [
         "quorate_backend_capacity_blocks",
         "Capacity of the backend's cache in blocks",
         |row| row.served?.capacity_blocks.map(u64::from),
+    ),
+    (
+        "quorate_backend_block_size_tokens",
+        "Tokens per block of the engine's cache, as it reports them",
+        |row| row.record.metrics.block_size.map(u64::from),
+    ),
+    (
+        "quorate_backend_block_size_unfit",
+        "1 while the engine's blocks cannot be told in the blocks of its model",
+        |row| Some(row.record.unfit_block_size.is_some().into()),
+    ),
+    (
+        "quorate_backend_capacity_assumed",
+        "1 while neither the operator nor the engine says how large the cache is",
+        |row| Some((row.served?.capacity_from == CapacitySource::Assumed).into()),
     ),
     (
         "quorate_backend_in_flight_here",

@@ -6,6 +6,8 @@
 mod alike;
 #[path = "cluster/backups.rs"]
 mod backups;
+#[path = "cluster/blocks.rs"]
+mod blocks;
 #[path = "cluster/config.rs"]
 mod config_file;
 #[path = "cluster/decisions.rs"]

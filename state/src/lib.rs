@@ -32,7 +32,9 @@ pub mod users;
 mod validate;
 pub mod view;
 
-pub use backends::Backend;
+pub use backends::{
+    BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, Backend, BlockSizes, SIZED_MODELS_MAX,
+};
 pub use error::{DecodeEntryError, InvariantError, SnapshotError};
 pub use log::{codec, command};
 pub use machine::{

@@ -11,7 +11,9 @@ use common::{Driver, batch, restored, snapshot, spec};
 use state::command::{BackendSpec, Command, EngineFacts, Item, LeaseOutcome, Reply};
 use state::ids::{BackendRef, BlockHash, Incarnation, Slot};
 use state::policy::RoutingSettings;
-use state::service::{BackendServiceView, ServiceSample};
+use state::service::{
+    ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX, BackendServiceView, CapacitySource, ServiceSample,
+};
 
 const BACKEND: BackendRef = BackendRef {
     slot: Slot(0),
@@ -188,6 +190,62 @@ fn an_operators_word_is_not_corrected() {
     let served = served(&driver);
     assert_eq!(served.capacity_blocks, Some(2000));
     assert!(served.accuracy.unwrap().is_off, "but it is marked");
+}
+
+/// How many of the prompt tokens were predicted wrongly, in thousandths, and the capacity assumed
+/// at the end, of an engine that really holds `holds` blocks and tells nobody.
+fn error_of_an_untold_capacity(holds: usize, is_learnt: bool) -> (i32, Option<u32>) {
+    let mut driver = cluster(None, spec("a", 1, None));
+    if is_learnt {
+        driver.apply(1, Command::PaceTime);
+    }
+    drive(&mut driver, holds, 4000);
+    let served = served(&driver);
+    assert_eq!(served.capacity_from, CapacitySource::Assumed);
+    let copy = restored(&snapshot(&driver.state));
+    assert_eq!(copy.digest(), driver.state.digest());
+    assert_eq!(copy.view().service().get(Slot(0)), Some(&served));
+    let error = served.accuracy.unwrap().error_permille;
+    (error, served.capacity_blocks)
+}
+
+#[test]
+fn a_capacity_that_nobody_told_is_learnt_from_what_was_cached() {
+    let (unlearnt, unbounded) = error_of_an_untold_capacity(600, false);
+    assert!(unlearnt > 300 && unbounded.is_none(), "{unlearnt}");
+    for holds in [200, 600, 1200, 2400] {
+        let (error, capacity) = error_of_an_untold_capacity(holds, true);
+        assert!(error.abs() <= 50, "{holds} blocks: {error} permille");
+        let capacity = capacity.unwrap() as usize;
+        let range = holds * 3 / 4..=holds * 5 / 4;
+        assert!(range.contains(&capacity), "{holds} blocks: {capacity}");
+    }
+}
+
+#[test]
+fn a_capacity_that_nobody_told_is_assumed_and_shared() {
+    let mut driver = cluster(None, spec("a", 1, None));
+    let assumed = |driver: &Driver, slot| {
+        let view = driver.state.view();
+        let served = *view.service().get(Slot(slot)).unwrap();
+        served.capacity_blocks
+    };
+    assert_eq!(assumed(&driver, 0), None, "a member may not know the rule");
+    driver.apply(1, Command::PaceTime);
+    assert_eq!(assumed(&driver, 0), Some(ASSUMED_BLOCKS_MAX));
+    for (number, name) in ["b", "c", "d"].into_iter().enumerate() {
+        let port = u16::try_from(number + 2).unwrap();
+        driver.apply(1, Command::PutBackend(spec(name, port, None)));
+    }
+    let shared: Vec<_> = (0..4).map(|slot| assumed(&driver, slot)).collect();
+    assert_eq!(shared, [Some(ASSUMED_BLOCKS_ALL / 4); 4]);
+    driver.apply(1, Command::PutBackend(spec("b", 2, Some(7))));
+    let name = "c".to_owned();
+    driver.apply(1, Command::DeleteBackend { name });
+    let shared: Vec<_> = [0, 1, 3].map(|slot| assumed(&driver, slot)).into();
+    let half = Some(ASSUMED_BLOCKS_ALL / 2);
+    assert_eq!(shared, [half, Some(7), half]);
+    assert_eq!(driver.state.check(), Ok(()));
 }
 
 /// A sample with a value in every field.

@@ -22,6 +22,8 @@ pub struct EngineMetrics {
     pub kv_usage_permille: Option<u32>,
     /// Capacity of the KV cache, in tokens.
     pub cache_tokens: Option<u64>,
+    /// Tokens per block of the KV cache.
+    pub block_size: Option<u32>,
     /// Prompt tokens looked up in the prefix cache since the engine started.
     pub prefix_queried_tokens: Option<u64>,
     /// Part of `prefix_queried_tokens` that was found.
@@ -76,6 +78,8 @@ impl EngineMetrics {
     /// memory, and in some front-end processes forever, `num_gpu_blocks` reads `None` or `0`.
     fn add_cache_config(&mut self, sample: &Sample<'_>) {
         let label = |name| sample.labels.get(name)?.parse::<u64>().ok();
+        let size = label("block_size").and_then(|size| u32::try_from(size).ok());
+        self.block_size = size.filter(|size| *size > 0).or(self.block_size);
         let tokens = match (label("block_size"), label("num_gpu_blocks")) {
             (Some(size), Some(blocks)) if size > 0 && blocks > 0 => size.saturating_mul(blocks),
             _ => match label("kv_cache_size_tokens") {
@@ -175,6 +179,7 @@ mod tests {
             waiting: Some(3),
             kv_usage_permille: Some(418),
             cache_tokens: Some(16 * 27_520),
+            block_size: Some(16),
             prefix_queried_tokens: Some(1_834_215),
             prefix_hit_tokens: Some(1_201_664),
             prompt_tokens: Some(1_834_215),

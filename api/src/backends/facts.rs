@@ -39,6 +39,8 @@ pub(crate) struct EngineReading {
     pub(crate) started_at_s: Option<u64>,
     /// Prompt tokens processed since it started.
     pub(crate) prompt_tokens: Option<u64>,
+    /// Tokens per block of its cache.
+    pub(crate) block_size: Option<u32>,
 }
 
 /// Circumstances of a round of probes.
@@ -61,6 +63,7 @@ pub(crate) struct FactsMemory {
     prompt_tokens: Option<u64>,
     cache_tokens: Option<u64>,
     proposed: Option<(EngineFacts, Instant)>,
+    proposed_block_size: Option<(u32, Instant)>,
 }
 
 impl FactsMemory {
@@ -93,6 +96,25 @@ impl FactsMemory {
             facts.capacity_blocks = self.new_capacity(known, saw, round);
         }
         self.hold_back(facts, round.now)
+    }
+
+    /// Returns the block size to propose after seeing `saw`, where `known` is the replicated one;
+    /// `None` if it is no news.
+    pub(crate) fn new_block_size(
+        &mut self,
+        known: Option<u32>,
+        saw: Option<u32>,
+        now: Instant,
+    ) -> Option<u32> {
+        let size = saw.filter(|size| known != Some(*size))?;
+        let is_repeat = |(last, at): (u32, Instant)| {
+            last == size && now.saturating_duration_since(at) < REPEAT_AFTER
+        };
+        if self.proposed_block_size.is_some_and(is_repeat) {
+            return None;
+        }
+        self.proposed_block_size = Some((size, now));
+        Some(size)
     }
 
     fn new_start(
@@ -207,6 +229,7 @@ mod tests {
             cache_tokens: Some(3200),
             started_at_s: Some(500),
             prompt_tokens: Some(10),
+            block_size: Some(16),
         }
     }
 
@@ -307,6 +330,18 @@ mod tests {
         let facts = memory.news(&known, &grown, &round(now)).unwrap();
         assert_eq!(facts.capacity_blocks, Some(200));
         assert_eq!(facts.models, None);
+    }
+
+    #[test]
+    fn a_block_size_is_news_until_the_cluster_knows_it() {
+        let (mut memory, now) = (FactsMemory::default(), Instant::now());
+        assert_eq!(memory.new_block_size(None, None, now), None);
+        assert_eq!(memory.new_block_size(None, Some(32), now), Some(32));
+        assert_eq!(memory.new_block_size(None, Some(32), now), None);
+        assert_eq!(memory.new_block_size(None, Some(16), now), Some(16));
+        let later = now + REPEAT_AFTER;
+        assert_eq!(memory.new_block_size(None, Some(16), later), Some(16));
+        assert_eq!(memory.new_block_size(Some(16), Some(16), later), None);
     }
 
     #[test]

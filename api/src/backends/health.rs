@@ -115,6 +115,8 @@ pub struct ProbeRecord {
     pub models: Option<Vec<String>>,
     /// Facts last reported to the cluster by this replica.
     pub told: Option<EngineFacts>,
+    /// Tokens per block of its model, where the engine's own blocks cannot be told in them.
+    pub unfit_block_size: Option<u32>,
 }
 
 impl ProbeRecord {

@@ -105,11 +105,19 @@ impl Default for ProbeSettings {
 /// requests while probes are doubted.
 const DOUBTED_FOR: Duration = Duration::from_secs(10);
 
+/// Returns the tokens per block of a model's prompts.
+pub type BlockSizeOf = dyn Fn(&str) -> Option<u32> + Send + Sync;
+
 /// Dependencies of probing on the rest of the replica.
 #[derive(Clone)]
 pub struct Hooks {
     /// Returns the tokens per router block of a model; the model is `"*"` if none is known.
     pub tokens_per_block: Arc<dyn Fn(&str) -> f64 + Send + Sync>,
+    /// Returns the tokens per block that a model's prompts are cut into; `None` if they are cut by
+    /// bytes.
+    pub token_block_size: Arc<BlockSizeOf>,
+    /// Receives the block size reported by an engine that the registry does not show.
+    pub observe_block_size: Arc<dyn Fn(BackendRef, u32) + Send + Sync>,
     /// Receives facts reported by an engine that the registry does not show.
     pub observe: Arc<dyn Fn(BackendRef, EngineFacts) + Send + Sync>,
     /// Whether this replica is the leader. Only the leader refines a known capacity.

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use state::StateView;
+
+use state::{Backend, StateView};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -124,6 +125,7 @@ impl Probe {
                 cache_tokens: metrics.cache_tokens,
                 started_at_s: metrics.started_at_s,
                 prompt_tokens: metrics.prompt_tokens,
+                block_size: metrics.block_size,
             };
             if models_due <= Instant::now() {
                 saw.models = self.list_models(&mut client).await;
@@ -205,6 +207,30 @@ impl Probe {
         if let Some(facts) = memory.news(known, saw, &round) {
             self.stay.update(|record| record.told = Some(facts.clone()));
             (self.hooks.observe)(known.handle, facts);
+        }
+        let own = registry.block_sizes.of_engine(self.stay.slot());
+        if self.view.is_format_4()
+            && let Some(tokens) = memory.new_block_size(own, saw.block_size, round.now)
+        {
+            (self.hooks.observe_block_size)(known.handle, tokens);
+        }
+        self.judge_block_size(known, model, saw.block_size);
+    }
+
+    /// Warns once while the engine's blocks cannot be told in those of its model.
+    fn judge_block_size(&self, known: &Backend, model: Option<&String>, engine: Option<u32>) {
+        let Some((engine, model)) = engine.zip(model) else {
+            return;
+        };
+        let router = (self.hooks.token_block_size)(model);
+        let unfit = router.filter(|router| !engine.is_multiple_of(*router));
+        let mut was_unfit = None;
+        self.stay.update(|record| {
+            was_unfit = std::mem::replace(&mut record.unfit_block_size, unfit);
+        });
+        if let Some(router) = unfit.filter(|_| unfit != was_unfit) {
+            let backend = &*known.spec.id;
+            tracing::warn!(backend, %model, engine, router, "block size does not fit the model's");
         }
     }
 }

@@ -103,6 +103,8 @@ impl Bench {
         let (tell, told) = mpsc::unbounded_channel();
         let hooks = Hooks {
             tokens_per_block: Arc::new(|_| 32.0),
+            token_block_size: Arc::new(|_| None),
+            observe_block_size: Arc::new(|_, _| {}),
             observe: Arc::new(move |backend, facts| drop(tell.send((backend, facts)))),
             is_leader: Arc::new(|| true),
             clock: crate::clock::Clock::default(),

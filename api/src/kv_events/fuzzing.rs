@@ -238,6 +238,7 @@ fn identity() -> HashIdentity {
         hashing: 7.into(),
         model: "tiny".to_owned(),
         block_size: 16,
+        parts: 1,
     }
 }
 

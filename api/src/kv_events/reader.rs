@@ -61,6 +61,8 @@ pub struct ReaderParts {
 /// A backend's task, aborted on drop.
 struct ReaderTask {
     backend: Backend,
+    /// Tokens per block of its models when it began.
+    sizes: Vec<(String, u32)>,
     task: AbortHandle,
 }
 
@@ -96,7 +98,9 @@ pub async fn run(parts: ReaderParts, stop: CancellationToken) {
         let ours: Vec<&Backend> = registry.backends.iter().filter(|it| is_ours(it)).collect();
         readings.retain(|slot, reading| {
             let is_kept = ours.iter().any(|backend| {
-                backend.handle == reading.backend.handle && backend.spec == reading.backend.spec
+                backend.handle == reading.backend.handle
+                    && backend.spec == reading.backend.spec
+                    && sizes_of(&registry, backend) == reading.sizes
             });
             if !is_kept {
                 parts.board.take_down(*slot);
@@ -108,6 +112,7 @@ pub async fn run(parts: ReaderParts, stop: CancellationToken) {
                 let reading = read_backend(parts.clone(), backend.clone());
                 ReaderTask {
                     backend: backend.clone(),
+                    sizes: sizes_of(&registry, backend),
                     task: tokio::spawn(reading).abort_handle(),
                 }
             };
@@ -115,6 +120,13 @@ pub async fn run(parts: ReaderParts, stop: CancellationToken) {
         }
         seen = Some(registry);
     }
+}
+
+/// Tokens per block of the models that `backend` serves, as its engine and others say.
+fn sizes_of(registry: &Registry, backend: &Backend) -> Vec<(String, u32)> {
+    let models = registry.block_sizes.models();
+    let own = models.filter(|(model, _)| backend.serves(model));
+    own.map(|(model, size)| (model.to_owned(), size)).collect()
 }
 
 /// Reads one backend forever.
@@ -150,7 +162,7 @@ async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
             }
         }
     };
-    let identity = match identify(parts, &found) {
+    let identity = match identify(parts, slot, &found) {
         Ok(identity) => identity,
         Err(refusal) => {
             refuse(parts, backend.handle, &found, refusal).await;
@@ -243,14 +255,21 @@ async fn tell(parts: &ReaderParts, batch: KvBatch) {
 }
 
 /// Determines the model and block size for hashing this engine's blocks.
-fn identify(parts: &ReaderParts, found: &EngineSources) -> Result<HashIdentity, KvRefusal> {
+fn identify(
+    parts: &ReaderParts,
+    slot: Slot,
+    found: &EngineSources,
+) -> Result<HashIdentity, KvRefusal> {
     let model = found.model.clone().ok_or(KvRefusal::Models)?;
     let block_size = parts.reader.token_block_size(&model);
     let block_size = block_size.ok_or(KvRefusal::Tokenizer)?;
+    let registry = parts.view.registry();
+    let engine = registry.block_sizes.of_engine(slot);
     Ok(HashIdentity {
-        hashing: parts.view.registry().hashing(),
+        hashing: registry.hashing(),
         model,
         block_size,
+        parts: engine.map_or(1, |engine| engine / block_size),
     })
 }
 
@@ -284,7 +303,9 @@ impl ResumePoint<'_> {
 fn is_void(refusal: KvRefusal, identity: &HashIdentity) -> bool {
     match refusal {
         KvRefusal::Tokenizer | KvRefusal::Models => true,
-        KvRefusal::BlockSize { router, .. } => router != identity.block_size,
+        KvRefusal::BlockSize { engine, router } => {
+            router != identity.block_size || engine.is_multiple_of(router)
+        }
         KvRefusal::Unreadable => false,
     }
 }

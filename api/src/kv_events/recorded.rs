@@ -37,6 +37,7 @@ fn identity(block_size: u32) -> HashIdentity {
         hashing: HASH_SEED.into(),
         model: MODEL.to_owned(),
         block_size,
+        parts: 1,
     }
 }
 

@@ -11,7 +11,7 @@ use super::{
     ReplyBoundary, ReplyShape, TokenScope, Tokenizer,
 };
 
-/// Bytes per block where no `[[models]]` entry applies.
+/// Bytes per block where the config says nothing else.
 const BLOCK_BYTES: u32 = 128;
 /// Token ids per block relative to the bytes of a text block.
 const BLOCK_BYTES_PER_ID: u32 = 4;
@@ -122,7 +122,7 @@ impl PromptReader {
     pub fn tokens_per_block(&self, model: &str) -> f64 {
         match self.settings_of(model) {
             Some(settings) if !settings.tokenizer.is_character() => {
-                f64::from(settings.block_size.max(1))
+                f64::from(self.tokens_of(settings, model))
             }
             _ => f64::from(self.cut_of(model).bytes) / f64::from(BYTES_PER_TOKEN),
         }
@@ -133,7 +133,14 @@ impl PromptReader {
     #[must_use]
     pub fn token_block_size(&self, model: &str) -> Option<u32> {
         let settings = self.settings_of(model)?;
-        (!settings.tokenizer.is_character()).then_some(settings.block_size.max(1))
+        (!settings.tokenizer.is_character()).then(|| self.tokens_of(settings, model))
+    }
+
+    /// Tokens per block of a model with a tokenizer: the operator's word, else what its engines
+    /// say.
+    fn tokens_of(&self, settings: &ModelSettings, model: &str) -> u32 {
+        let learnt = || self.view.registry().block_sizes.of(model);
+        settings.block_size.unwrap_or_else(learnt).max(1)
     }
 
     /// What cuts `model`'s prompts into tokens; `None`: nothing does.
@@ -151,16 +158,21 @@ impl PromptReader {
 
     fn cut_of(&self, model: &str) -> BlockLength {
         let settings = self.settings_of(model);
-        let block_size = settings.map_or(BLOCK_BYTES, |it| it.block_size).max(1);
-        if settings.is_none_or(|it| it.tokenizer.is_character()) {
-            BlockLength {
-                bytes: block_size,
-                tokens: (block_size / BLOCK_BYTES_PER_ID).max(1),
+        match settings.filter(|it| !it.tokenizer.is_character()) {
+            None => {
+                let told = settings.and_then(|it| it.block_size);
+                let bytes = told.unwrap_or(BLOCK_BYTES).max(1);
+                BlockLength {
+                    bytes,
+                    tokens: (bytes / BLOCK_BYTES_PER_ID).max(1),
+                }
             }
-        } else {
-            BlockLength {
-                bytes: block_size.saturating_mul(BLOCK_BYTES_PER_ID),
-                tokens: block_size,
+            Some(settings) => {
+                let tokens = self.tokens_of(settings, model);
+                BlockLength {
+                    bytes: tokens.saturating_mul(BLOCK_BYTES_PER_ID),
+                    tokens,
+                }
             }
         }
     }

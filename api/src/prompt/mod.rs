@@ -174,8 +174,9 @@ pub struct ModelSettings {
     pub name: String,
     /// What cuts prompts into tokens.
     pub tokenizer: Arc<Tokenizer>,
-    /// Tokens (for `character`: bytes) per block.
-    pub block_size: u32,
+    /// Tokens (for `character`: bytes) per block. `None`: as the model's engines say (for
+    /// `character`: the default).
+    pub block_size: Option<u32>,
 }
 
 impl ModelSettings {
@@ -185,7 +186,7 @@ impl ModelSettings {
         Self {
             name: name.to_owned(),
             tokenizer: Tokenizer::character(),
-            block_size,
+            block_size: Some(block_size),
         }
     }
 }

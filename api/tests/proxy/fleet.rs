@@ -90,6 +90,8 @@ impl Fleet {
         let fleet = Self::start_as(engines, probes, PATIENT, |_| {}).await;
         let hooks = Hooks {
             tokens_per_block: Arc::new(|_| 16.0),
+            token_block_size: Arc::new(|_| None),
+            observe_block_size: Arc::new(|_, _| {}),
             observe: Arc::new(|_, _| {}),
             is_leader: Arc::new(|| false),
             clock: Clock::default(),
@@ -324,7 +326,7 @@ fn router(
     let models = ModelSettings {
         name: "*".to_owned(),
         tokenizer: Tokenizer::character(),
-        block_size: 16,
+        block_size: Some(16),
     };
     let router = Router::new(RouterParts {
         view,

@@ -289,6 +289,10 @@ fn learnt(backend: BackendRef) -> Command {
             bytes: 9000,
             tokens: 2000,
         }),
+        Item::ObserveBlockSize {
+            backend,
+            tokens: 32,
+        },
     ])
 }
 

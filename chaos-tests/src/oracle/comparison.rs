@@ -134,6 +134,8 @@ impl ReplayComparison {
         look.streams();
         let (is, must) = (&image.ratios, &look.model.texts.ratios());
         look.same(StatePart::Learnt, "bytes per token", is, must);
+        let (is, must) = (&image.block_sizes, &look.model.registry.block_sizes);
+        look.same(StatePart::Learnt, "tokens per block", is, must);
     }
 }
 

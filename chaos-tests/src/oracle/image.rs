@@ -36,6 +36,8 @@ pub struct StateImage {
     pub virtual_time: u64,
     /// Bytes per token by model, in thousandths.
     pub ratios: BTreeMap<ModelKey, u32>,
+    /// Tokens per block by model.
+    pub block_sizes: BTreeMap<String, u32>,
 }
 
 /// A backend.
@@ -141,6 +143,13 @@ impl StateImage {
                 .map(|key| (key.clone(), key.value_in(state)))
                 .collect(),
             virtual_time: state.virtual_time_milli_tokens(),
+            block_sizes: state
+                .view()
+                .registry()
+                .block_sizes
+                .models()
+                .map(|(model, size)| (model.to_owned(), size))
+                .collect(),
             ratios: state
                 .view()
                 .ratios()

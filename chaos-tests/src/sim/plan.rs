@@ -109,7 +109,7 @@ impl WorldPlan {
         config.models = vec![ModelSettings {
             name: "*".to_owned(),
             tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).context("tokenizer")?,
-            block_size: BLOCK_SIZE,
+            block_size: Some(BLOCK_SIZE),
         }];
         let peers: Vec<String> = members.iter().map(|id| address_of(*id)).collect();
         config.formation = match joins {

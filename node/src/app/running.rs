@@ -12,6 +12,7 @@ use api::metrics::Metrics;
 use api::ports::Cluster;
 use api::proxy::{DecisionLog, DrainResult, Proxy, ProxyMetrics, RequestReader, Server};
 use raft::{PeerSecret, Role, Tcp};
+use state::command::Item;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -185,9 +186,15 @@ fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>) {
 fn probe_hooks(core: &ReplicaCore) -> Hooks {
     let router = core.router();
     let (reader, outbox) = (Arc::clone(router.reader()), Arc::clone(router.outbox()));
+    let (sizes, sizes_outbox) = (Arc::clone(&reader), Arc::clone(&outbox));
     let status = core.replica().watch();
     Hooks {
         tokens_per_block: Arc::new(move |model| reader.tokens_per_block(model)),
+        token_block_size: Arc::new(move |model| sizes.token_block_size(model)),
+        observe_block_size: Arc::new(move |backend, tokens| {
+            // If there is no room, the engine says it again.
+            sizes_outbox.note(Item::ObserveBlockSize { backend, tokens });
+        }),
         observe: Arc::new(move |backend, facts| outbox.observe(backend, facts)),
         is_leader: Arc::new(move || status.borrow().role == Role::Leader),
         clock: core.clock().clone(),

@@ -179,8 +179,8 @@ pub struct ModelConfig {
     /// Chat template for `huggingface`. Default: `chat_template.jinja`, else
     /// `tokenizer_config.json`, in the tokenizer's directory.
     pub chat_template: Option<PathBuf>,
-    /// Block size in tokens, or in bytes for `character`. Default: 16, or 128 for `character`. Must
-    /// equal the engine's when `kv_events` is used.
+    /// Block size in tokens, or in bytes for `character`. Default: as the model's engines say, 16
+    /// before any of them has; 128 for `character`. With `kv_events` it must divide the engine's.
     #[schemars(range(min = 1, max = 65_536))]
     pub block_size: Option<u32>,
     /// Routing policy of this model, with the settings of its `[routing.NAME]` table. Default:

@@ -8,8 +8,6 @@ use super::read::Settings;
 
 /// Default `block_size` with the `character` tokenizer, in bytes.
 const CHARACTER_BLOCK_BYTES: u32 = 128;
-/// Default `block_size` with any other tokenizer, in tokens: vLLM's own.
-const BLOCK_TOKENS: u32 = 16;
 
 /// Returns the settings of all entries.
 pub(super) fn models(models: &[ModelConfig], found: &mut Settings) -> Vec<ModelSettings> {
@@ -45,17 +43,11 @@ fn settings(path: &str, model: &ModelConfig, found: &mut Settings) -> Option<Mod
         found.refuse(&key, message, "tokenizer = \"huggingface:FILE\" beside it");
         return None;
     }
-    let default = match spec {
-        TokenizerSpec::Character => CHARACTER_BLOCK_BYTES,
-        TokenizerSpec::Tiktoken(_) | TokenizerSpec::HuggingFace(_) | TokenizerSpec::Engine => {
-            BLOCK_TOKENS
-        }
-    };
     match Tokenizer::load(spec, template) {
         Ok(tokenizer) => Some(ModelSettings {
             name: model.name.clone(),
             tokenizer,
-            block_size: model.block_size.unwrap_or(default),
+            block_size: model.block_size,
         }),
         Err(failure) => {
             let (key, expected) = if template == Some(&failure.file) {
@@ -105,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn block_sizes_follow_the_tokenizer_unless_they_are_set() {
+    fn block_sizes_are_the_engines_unless_they_are_set() {
         let config = read(
             r#"
 [[models]]
@@ -125,7 +117,7 @@ name = "*"
         );
         let models = config.expect("the config is right").models;
         let sizes: Vec<_> = models.iter().map(|it| it.block_size).collect();
-        assert_eq!(sizes, [16, 32, 16, 128]);
+        assert_eq!(sizes, [None, Some(32), None, None]);
         assert!(models[3].tokenizer.is_character());
     }
 

@@ -271,7 +271,7 @@ fn tokens_of_engines() -> anyhow::Result<ModelSettings> {
     Ok(ModelSettings {
         name: "*".to_owned(),
         tokenizer: Tokenizer::load(TokenizerSpec::Engine, None)?,
-        block_size: EngineOptions::default().shape.block_size,
+        block_size: Some(EngineOptions::default().shape.block_size),
     })
 }
 

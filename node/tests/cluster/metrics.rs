@@ -153,7 +153,7 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
     config.models = vec![ModelSettings {
         name: "*".to_owned(),
         tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
-        block_size: EngineOptions::default().shape.block_size,
+        block_size: None,
     }];
     let replica = Replica::run(config, sockets);
     let (http, at) = (Http::new(), replica.addresses);

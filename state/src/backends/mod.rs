@@ -3,6 +3,7 @@
 //! Slots are reused, lowest free one first. Incarnation counters are kept per slot and survive
 //! removals, so that no two occupants ever share a [`BackendRef`].
 
+mod block_sizes;
 mod spec;
 
 use std::collections::BTreeMap;
@@ -12,6 +13,9 @@ use bincode::{Decode, Encode};
 use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BackendRef, Incarnation, Slot};
 
+pub use block_sizes::{
+    BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, BlockSizes, SIZED_MODELS_MAX,
+};
 pub use spec::{BackendSpec, EngineFacts};
 
 /// A registered backend.
@@ -32,6 +36,11 @@ impl Backend {
     #[must_use]
     pub fn capacity_blocks(&self) -> Option<u32> {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)
+    }
+
+    /// Whether neither the operator nor the engine told the capacity.
+    pub(crate) fn is_untold(&self) -> bool {
+        self.capacity_blocks().is_none()
     }
 
     /// Whether the engine itself lists `model`, as a base model or an adapter.

@@ -285,6 +285,13 @@ pub enum Item {
     },
     /// Text and token counts of finished requests. Format version 4.
     ObserveText(TextSample),
+    /// Tokens per block that an engine reported. Repeats are harmless. Format version 4.
+    ObserveBlockSize {
+        /// Backend that was probed.
+        backend: BackendRef,
+        /// Tokens per block of its cache.
+        tokens: u32,
+    },
 }
 
 /// How an attempt ended with respect to the engine's cache.

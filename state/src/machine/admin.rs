@@ -2,7 +2,7 @@
 //! audit entry; a rejected one changes nothing.
 
 use super::{AuditAction, AuditEntry, RouterState};
-use crate::backends::BackendSpec;
+use crate::backends::{BackendSpec, SlotChange};
 use crate::bounds::NAME_BYTES_MAX;
 use crate::command::{Founding, Origin, UserSpec};
 use crate::ids::{ReplicaId, SessionId};
@@ -70,6 +70,11 @@ impl RouterState {
         let name = spec.id.clone();
         let effect = self.backends.put(spec).ok_or(Rejection::TooManyBackends)?;
         self.follow(effect);
+        match (effect, self.backends.named(&name)) {
+            (SlotChange::Begun(slot), _) => self.block_sizes.forget(slot),
+            (_, Some(backend)) => self.settle_block_sizes(backend.handle.slot),
+            (_, None) => {}
+        }
         self.note(origin, AuditAction::PutBackend, name);
         Ok(())
     }
@@ -84,9 +89,12 @@ impl RouterState {
         };
         self.leases.forget_slot(slot);
         self.service.forget(slot);
+        self.assumed.forget(slot);
+        self.block_sizes.forget(slot);
         self.exact.forget(slot);
         self.readers.forget(slot);
         self.ownership.remove_backend(slot);
+        self.size_untold();
         self.note(origin, AuditAction::DeleteBackend, name);
         Ok(())
     }

@@ -9,7 +9,8 @@ use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
 use crate::backends::EngineFacts;
 use crate::bounds::BLOCKS_PER_ITEM_MAX;
 use crate::command::{BatchReply, Item, LeaseOutcome};
-use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, UserKey};
+use crate::exact::{KvBatch, KvNews, KvRefusal};
+use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot, UserKey};
 use crate::prefix::user_key;
 use crate::validate::is_name;
 
@@ -80,6 +81,7 @@ impl RouterState {
             Item::Leave { ticket } => self.leave(replica, ticket),
             Item::Grant { model, count } => self.grant(model, count),
             Item::ObserveText(sample) => self.observe_text(&sample),
+            Item::ObserveBlockSize { backend, tokens } => self.observe_block_size(backend, tokens),
         };
         if is_applied {
             ItemResult::Applied
@@ -161,7 +163,47 @@ impl RouterState {
         // Engines are polled repeatedly; only a change is worth a new registry.
         if self.backends.in_slot(backend.slot).map(|it| &it.facts) != before.as_ref() {
             self.is_cold_changed = true;
+            self.settle_block_sizes(backend.slot);
         }
         true
+    }
+
+    fn observe_block_size(&mut self, backend: BackendRef, tokens: u32) -> bool {
+        if !self.backends.is_live(backend) {
+            return false;
+        }
+        let Some(is_news) = self.block_sizes.report(backend.slot, tokens) else {
+            return false;
+        };
+        if is_news {
+            self.is_cold_changed = true;
+            self.settle_block_sizes(backend.slot);
+        }
+        true
+    }
+
+    /// Brings the sizes of the models of the backend in `slot` up to date. What engines reported in
+    /// blocks of another size is void: their readers begin anew.
+    pub(super) fn settle_block_sizes(&mut self, slot: Slot) {
+        for (model, before) in self.block_sizes.settle(slot, &self.backends) {
+            let served = self.backends.iter().filter(|it| it.serves(&model));
+            let served: Vec<BackendRef> = served.map(|it| it.handle).collect();
+            for backend in served {
+                self.void_kv_events(backend, before);
+            }
+        }
+    }
+
+    fn void_kv_events(&mut self, backend: BackendRef, router: u32) {
+        let engine = self.block_sizes.of_engine(backend.slot).unwrap_or(router);
+        let status = self.kv_status(backend.slot);
+        for rank in status.into_iter().flat_map(|it| it.ranks) {
+            self.kv_events(&KvBatch {
+                backend,
+                rank: rank.rank,
+                publisher: rank.publisher,
+                news: KvNews::Refuse(KvRefusal::BlockSize { engine, router }),
+            });
+        }
     }
 }

@@ -23,6 +23,7 @@
 //!   ranks hold and that lead back to a first block over such blocks, and none while a rank is
 //!   unknown. Counts, sums and bounds agree.
 //! - **I74** Learned bytes per token stay within their bounds, as do their number and their weight.
+//! - **I75** Block sizes stay within their bounds and belong to registered backends.
 //! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
 //! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests
@@ -30,6 +31,7 @@
 
 use super::RouterState;
 use crate::error::InvariantError;
+use crate::ids::Slot;
 
 impl RouterState {
     /// Checks every invariant. For tests and `debug_assert`; slow on a large state.
@@ -58,7 +60,16 @@ impl RouterState {
             .leases
             .iter()
             .filter_map(|(_, lease)| Some((lease.backend.slot, lease.tip?)));
-        self.ownership.check(tips)
+        self.ownership.check(tips)?;
+        let is_odd = |slot: &Slot| self.ownership.capacity(*slot) != self.capacity_blocks(*slot);
+        match self.backends.iter().map(|it| it.handle.slot).find(is_odd) {
+            Some(slot) => {
+                let (is, must) = (self.ownership.capacity(slot), self.capacity_blocks(slot));
+                let detail = format!("slot {slot} is bounded by {is:?}, expected {must:?}");
+                Err(broken("I3", detail))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Checks I22 and I23.
@@ -80,12 +91,15 @@ impl RouterState {
         self.backends
             .check()
             .map_err(|detail| broken("I5", detail))?;
+        self.block_sizes
+            .check(&self.backends)
+            .map_err(|detail| broken("I75", detail))?;
         for (holder, lease) in self.leases.iter() {
             if !self.backends.is_live(lease.backend) || !self.sessions.contains(holder.replica) {
                 return Err(broken("I5", format!("{holder:?} holds {lease:?}")));
             }
         }
-        let mut measured = self.service.slots();
+        let mut measured = self.service.slots().chain(self.assumed.slots());
         if let Some(slot) = measured.find(|slot| self.backends.in_slot(*slot).is_none()) {
             return Err(broken("I5", format!("slot {slot} is empty and measured")));
         }

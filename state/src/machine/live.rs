@@ -23,7 +23,8 @@ use crate::ratios::TextSample;
 use crate::readers::Assignment;
 use crate::reject::Rejection;
 use crate::service::{
-    AdaptiveLimit, BackendServiceView, Holding, LimitFigures, ServiceSample, ServiceView,
+    AdaptiveLimit, BackendServiceView, CapacitySource, Holding, LimitFigures, ServiceSample,
+    ServiceView,
 };
 use crate::settings::AdmissionSettings;
 use crate::settings::UserLimits;
@@ -81,6 +82,7 @@ impl RouterState {
             encoding::append_bytes(paced, bytes);
         }
         append_unless_default(&self.ratios, bytes);
+        append_unless_default(&self.assumed, bytes);
     }
 
     pub(super) fn put_routing(
@@ -192,12 +194,17 @@ impl RouterState {
             return false;
         }
         let holding = self.holding(slot);
+        let capacity_before = self.capacity_blocks(slot);
         let off_permille = self.routing_settings().prediction_off_permille;
         let figures = self.service.figures_mut(slot);
         figures.learning.observe(sample);
         figures.accuracy.observe(sample, off_permille, holding);
+        if self.learns_assumed(slot) {
+            let share = self.assumed_share();
+            self.assumed.observe(slot, sample, share, holding.owned);
+        }
         let capacity = self.capacity_blocks(slot);
-        if holding.capacity.is_some() && capacity != holding.capacity {
+        if capacity != capacity_before {
             self.ownership.set_capacity(slot, capacity);
         }
         let settings = self.admission_settings().into_owned();
@@ -208,11 +215,22 @@ impl RouterState {
         true
     }
 
-    /// Returns the inputs for correcting the capacity in `slot`. An operator's value is not
-    /// corrected, and where KV events report the contents, nothing is predicted.
+    /// Whether the answers of the backend in `slot` teach its capacity: nobody told it, and its
+    /// contents are predicted.
+    fn learns_assumed(&self, slot: Slot) -> bool {
+        let backend = self.backends.in_slot(slot);
+        let is_taught = |it: &Backend| it.is_untold() && it.spec.kv_events.is_none();
+        self.time.paced.is_some() && backend.is_some_and(is_taught)
+    }
+
+    /// Returns the inputs for correcting what the engine in `slot` said of its capacity. An
+    /// operator's value is not corrected, and where KV events report the contents, nothing is
+    /// predicted.
     fn holding(&self, slot: Slot) -> Holding {
         let is_told = |backend: &&Backend| {
-            backend.spec.capacity_blocks.is_none() && backend.spec.kv_events.is_none()
+            backend.facts.capacity_blocks.is_some()
+                && backend.spec.capacity_blocks.is_none()
+                && backend.spec.kv_events.is_none()
         };
         let backend = self.backends.in_slot(slot).filter(is_told);
         Holding {
@@ -263,6 +281,13 @@ impl RouterState {
                 limit: limits.limit,
                 limits,
                 capacity_blocks: self.capacity_blocks(slot),
+                capacity_from: if backend.spec.capacity_blocks.is_some() {
+                    CapacitySource::Config
+                } else if backend.is_untold() {
+                    CapacitySource::Assumed
+                } else {
+                    CapacitySource::Engine
+                },
                 learnt: figures.and_then(|figures| figures.learning.learnt()),
                 accuracy: figures.map(|figures| figures.accuracy.view()),
             }

@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::backends::{Backends, SlotChange};
+use crate::backends::{Backends, BlockSizes, SlotChange};
 use crate::command::{Command, Envelope, Origin, Reply};
 use crate::encoding;
 use crate::ids::{LogIndex, ReplicaId, Slot};
@@ -30,6 +30,7 @@ use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
 use crate::prefix::{BlockHasher, HashSecret};
 use crate::pricing::FairnessSettings;
 use crate::reject::Rejection;
+use crate::service;
 use crate::users::{self, Users};
 
 use crate::exact::FollowedBackends;
@@ -37,7 +38,7 @@ use crate::grants::WaitingList;
 use crate::outputs::Outputs;
 use crate::ratios::LearntRatios;
 use crate::readers::Readers;
-use crate::service::ServiceStats;
+use crate::service::{AssumedCapacities, ServiceStats};
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
 use leases::Leases;
@@ -60,6 +61,7 @@ pub struct RouterState {
     /// existed.
     hash_secret: Option<HashSecret>,
     backends: Backends,
+    block_sizes: BlockSizes,
     ownership: Ownership,
     sessions: Sessions,
     leases: Leases,
@@ -68,6 +70,7 @@ pub struct RouterState {
     settings: LiveSettings,
     readers: Readers,
     service: ServiceStats,
+    assumed: AssumedCapacities,
     outputs: Outputs,
     ratios: LearntRatios,
     waiting: WaitingList,
@@ -151,6 +154,7 @@ impl RouterState {
             config,
             hash_secret: None,
             backends,
+            block_sizes: BlockSizes::default(),
             ownership,
             sessions: Sessions::default(),
             leases: Leases::new(),
@@ -159,6 +163,7 @@ impl RouterState {
             settings: LiveSettings::default(),
             readers: Readers::default(),
             service: ServiceStats::default(),
+            assumed: AssumedCapacities::default(),
             outputs: Outputs::default(),
             ratios: LearntRatios::default(),
             waiting: WaitingList::default(),
@@ -338,6 +343,7 @@ impl RouterState {
             Command::PaceTime => {
                 self.time.pace();
                 self.follow_format();
+                self.size_untold();
                 Ok(())
             }
         };
@@ -375,28 +381,55 @@ impl RouterState {
             SlotChange::Resized(slot) => {
                 let capacity = self.capacity_blocks(slot);
                 self.ownership.set_capacity(slot, capacity);
+                self.size_untold();
             }
             SlotChange::Begun(slot) => {
                 self.leases.forget_slot(slot);
                 self.service.forget(slot);
+                self.assumed.forget(slot);
                 self.exact.forget(slot);
                 self.ownership.remove_backend(slot);
                 let capacity = self.capacity_blocks(slot);
                 self.ownership.add_backend(slot, capacity);
+                self.size_untold();
             }
         }
     }
 
-    /// Returns the assumed cache capacity of the backend in `slot`, in blocks: the operator's
-    /// value, else the engine's, corrected by what its answers show.
+    /// Returns the cache capacity of the backend in `slot`, in blocks: the operator's value, else
+    /// the engine's, corrected by what its answers show, else an assumed one. Logs of a format
+    /// before version 4 were written under the rule that an unknown capacity has no bound.
     fn capacity_blocks(&self, slot: Slot) -> Option<u32> {
         let backend = self.backends.in_slot(slot)?;
         if backend.spec.capacity_blocks.is_some() {
             return backend.spec.capacity_blocks;
         }
-        let told = backend.facts.capacity_blocks?;
+        let Some(told) = backend.facts.capacity_blocks else {
+            let is_assumed = self.time.paced.is_some();
+            return is_assumed.then(|| self.assumed.blocks(slot, self.assumed_share()));
+        };
         let figures = self.service.figures(slot);
         Some(figures.map_or(told, |figures| figures.accuracy.corrected(told)))
+    }
+
+    /// Returns the capacity that each backend of unknown capacity starts with.
+    fn assumed_share(&self) -> u32 {
+        let untold = self.backends.iter().filter(|it| it.is_untold());
+        service::share(untold.count())
+    }
+
+    /// Adapts the capacities that nobody told after their number changed.
+    fn size_untold(&mut self) {
+        if self.time.paced.is_none() {
+            return;
+        }
+        let share = self.assumed_share();
+        for backend in self.backends.iter().filter(|it| it.is_untold()) {
+            let slot = backend.handle.slot;
+            let blocks = self.assumed.blocks(slot, share);
+            self.ownership.set_capacity(slot, Some(blocks));
+        }
+        self.is_service_changed = true;
     }
 
     /// Publishes what policies read besides registry and blocks.
@@ -441,6 +474,7 @@ impl RouterState {
         Registry {
             restored: self.audit.restored(),
             hash_secret: self.hash_secret.clone(),
+            block_sizes: self.block_sizes.clone(),
             ..Registry::of(&self.config, &self.backends, &self.settings, kv)
         }
     }
@@ -449,6 +483,7 @@ impl RouterState {
         let mut bytes = encoding::to_bytes(&(&self.config, &self.backends, &self.audit));
         live::append_unless_default(&self.settings, &mut bytes);
         live::append_unless_default(&self.readers, &mut bytes);
+        live::append_unless_default(&self.block_sizes, &mut bytes);
         if let Some(secret) = &self.hash_secret {
             encoding::append_bytes(secret, &mut bytes);
         }

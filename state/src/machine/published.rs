@@ -8,7 +8,7 @@ use arc_swap::{ArcSwap, ArcSwapOption, Guard};
 use super::ClusterConfig;
 use super::live::LiveSettings;
 use crate::admission::UserFigures;
-use crate::backends::{Backend, Backends};
+use crate::backends::{Backend, Backends, BlockSizes};
 use crate::exact::{FollowedBackends, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
@@ -264,6 +264,8 @@ pub struct Registry {
     /// Log index of the last restore, as far back as the audit reaches. Facts reported to the
     /// previous state must be reported again.
     pub restored: Option<LogIndex>,
+    /// Tokens per block of engines and models.
+    pub block_sizes: BlockSizes,
 }
 
 impl Registry {
@@ -291,6 +293,7 @@ impl Registry {
             kv: exact.conditions().collect(),
             readers: backends.iter().filter_map(reader).collect(),
             restored: None,
+            block_sizes: BlockSizes::default(),
         }
     }
 

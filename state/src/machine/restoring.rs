@@ -395,6 +395,7 @@ impl RouterState {
         fresh.ownership.adopt(blocks);
         fresh.view = Arc::clone(&self.view);
         *self = fresh;
+        self.size_untold();
         self.note(origin, AuditAction::Restore, subject);
         self.is_outputs_changed = true;
         self.is_ratios_changed = true;

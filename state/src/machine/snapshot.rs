@@ -9,8 +9,8 @@
 //! KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 3 lacks the cluster's hash secret, forgiven users, paced time and learned ratios. Version 2 also lacks
-//! restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
+//! Version 3 lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
+//! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
 //! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
 //!
@@ -30,13 +30,12 @@ use crate::exact::FollowedImage;
 use crate::grants::WaitingList;
 use crate::ids::LogIndex;
 use crate::ownership::FrozenOwnership;
-use crate::ratios::LearntRatios;
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
 pub const SNAPSHOT_VERSION: u16 = 4;
-/// Version of a state without a hash secret, a forgiven user in the audit, paced time and learned
-/// ratios.
+/// Version of a state without a hash secret, a forgiven user in the audit and anything else that
+/// version 4 introduced.
 const SNAPSHOT_VERSION_RESTORES: u16 = 3;
 /// Version of a state that also holds no trace of a restore.
 const SNAPSHOT_VERSION_COMMON: u16 = 2;
@@ -68,6 +67,8 @@ mod tag {
     pub(super) const HASHING: u8 = 16;
     pub(super) const TIME: u8 = 17;
     pub(super) const RATIOS: u8 = 18;
+    pub(super) const ASSUMED: u8 = 19;
+    pub(super) const BLOCK_SIZES: u8 = 20;
     pub(super) const END: u8 = 255;
 }
 
@@ -79,10 +80,8 @@ pub struct FrozenState {
     /// The small sections, encoded.
     small: Vec<(u8, Vec<u8>)>,
     hashing: Option<Vec<u8>>,
-    /// Encoded pacing of replicated time.
-    time: Option<Vec<u8>>,
-    /// Encoded ratios; `None` if there are none.
-    ratios: Option<Vec<u8>>,
+    /// Further small sections that version 4 introduced, encoded; those that are not empty.
+    later: Vec<(u8, Vec<u8>)>,
     leases: LeasesImage,
     users: UsersImage,
     exact: FollowedImage,
@@ -131,11 +130,8 @@ impl FrozenState {
         for piece in self.staged.iter().flat_map(StagedRestore::pieces) {
             write_section(out, tag::RESTORE, &piece)?;
         }
-        if let Some(time) = &self.time {
-            write_section(out, tag::TIME, time)?;
-        }
-        if let Some(ratios) = &self.ratios {
-            write_section(out, tag::RATIOS, ratios)?;
+        for (tag, payload) in &self.later {
+            write_section(out, *tag, payload)?;
         }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
@@ -158,13 +154,9 @@ impl RouterState {
     pub fn freeze(&self) -> FrozenState {
         let sessions = encoding::to_bytes(&self.sessions);
         let is_common = self.staged.is_none() && self.audit.restored().is_none();
-        let time = self.time.paced.as_ref().map(encoding::to_bytes);
-        let has_ratios = self.ratios != LearntRatios::default();
-        let ratios = has_ratios.then(|| encoding::to_bytes(&self.ratios));
-        let is_newest = self.hash_secret.is_some()
-            || self.audit.has_version_4()
-            || time.is_some()
-            || ratios.is_some();
+        let later = self.later_sections();
+        let is_newest =
+            self.hash_secret.is_some() || self.audit.has_version_4() || !later.is_empty();
         let version = match (is_newest, is_common) {
             (true, _) => SNAPSHOT_VERSION,
             (false, false) => SNAPSHOT_VERSION_RESTORES,
@@ -175,8 +167,7 @@ impl RouterState {
             hashing: self.hash_secret.as_ref().map(encoding::to_bytes),
             applied: self.applied,
             digest: self.digest(),
-            time,
-            ratios,
+            later,
             small: vec![
                 (
                     tag::CONFIG,
@@ -200,6 +191,21 @@ impl RouterState {
             staged: self.staged.clone(),
             ownership: self.ownership.freeze(),
         }
+    }
+
+    /// Encodes the parts that version 4 introduced, as far as they are not empty.
+    fn later_sections(&self) -> Vec<(u8, Vec<u8>)> {
+        let time = self.time.paced.as_ref().map(encoding::to_bytes);
+        let sections = [
+            (tag::TIME, time),
+            (tag::RATIOS, unless_default(&self.ratios)),
+            (tag::ASSUMED, unless_default(&self.assumed)),
+            (tag::BLOCK_SIZES, unless_default(&self.block_sizes)),
+        ];
+        let sections = sections.into_iter();
+        sections
+            .filter_map(|(tag, payload)| Some((tag, payload?)))
+            .collect()
     }
 
     /// Replaces the whole state with a snapshot that [`FrozenState::write_to`] wrote.
@@ -311,6 +317,11 @@ impl RouterState {
             }
             tag::EXACT => self.exact.restore_piece(payload)?,
             tag::TIME => self.time.paced = Some(section(payload)?),
+            tag::ASSUMED => self.assumed = section(payload)?,
+            tag::BLOCK_SIZES => {
+                self.block_sizes = section(payload)?;
+                self.block_sizes.check(&self.backends)?;
+            }
             tag::RATIOS => {
                 self.ratios = section(payload)?;
                 self.ratios.check()?;
@@ -321,6 +332,11 @@ impl RouterState {
         }
         Ok(())
     }
+}
+
+/// Encodes a part of the state; `None` if it is empty.
+fn unless_default<T: bincode::Encode + Default + PartialEq>(part: &T) -> Option<Vec<u8>> {
+    (*part != T::default()).then(|| encoding::to_bytes(part))
 }
 
 /// Decodes a section's payload.

@@ -130,6 +130,12 @@ impl Ownership {
         }
     }
 
+    /// Returns the capacity of the backend in `slot`.
+    pub(crate) fn capacity(&self, slot: Slot) -> Option<u32> {
+        let backend = self.backends.get(usize::from(slot.0))?;
+        backend.as_ref()?.capacity
+    }
+
     /// Changes a backend's capacity and evicts down to it.
     pub fn set_capacity(&mut self, slot: Slot, capacity: Option<u32>) {
         if let Some((backend, common)) = self.backend_mut(slot) {

@@ -5,6 +5,7 @@
 //! replica has the same values and a restart loses none of them.
 
 mod accuracy;
+mod assumed;
 mod fit;
 mod learnt;
 pub mod limits;
@@ -20,11 +21,13 @@ use crate::ids::{BackendRef, Slot};
 
 pub use accuracy::AccuracyView;
 pub(crate) use accuracy::{Accuracy, Holding};
+pub use assumed::{ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX};
+pub(crate) use assumed::{AssumedCapacities, share};
 pub(crate) use learnt::PriceLearner;
 pub use learnt::{LEARNT_FIRST_TOKENS_MIN, LearntPrices};
 pub(crate) use limits::AdaptiveLimit;
 pub use limits::LimitFigures;
-pub use published::{BackendServiceView, ServiceView};
+pub use published::{BackendServiceView, CapacitySource, ServiceView};
 
 /// Maximum time to a first token in a sample, in microseconds each.
 pub const FIRST_TOKEN_US_MAX: u64 = 3_600_000_000;

@@ -5,6 +5,18 @@ use serde::Serialize;
 use super::{AccuracyView, LearntPrices, LimitFigures};
 use crate::ids::{BackendRef, Slot};
 
+/// Source of a backend's capacity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CapacitySource {
+    /// The operator's value.
+    Config,
+    /// The engine's, corrected by what its answers show.
+    Engine,
+    /// Nobody told: a default, then what its answers show.
+    Assumed,
+}
+
 /// Service figures of one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct BackendServiceView {
@@ -15,9 +27,11 @@ pub struct BackendServiceView {
     pub limit: Option<u32>,
     /// Figures behind the limit.
     pub limits: LimitFigures,
-    /// Assumed cache capacity in blocks: the operator's value, else the engine's, corrected by what
-    /// its answers show. `None` if unknown.
+    /// Cache capacity in blocks that ownership is kept within. `None`: unbounded, until all members
+    /// know version 4 of the log format.
     pub capacity_blocks: Option<u32>,
+    /// Where that capacity comes from.
+    pub capacity_from: CapacitySource,
     /// Learned prices; `None` before the first measurement.
     pub learnt: Option<LearntPrices>,
     /// Accuracy of cache predictions; `None` before the first measurement.

@@ -133,7 +133,7 @@ pub(crate) fn item() -> impl Strategy<Value = Item> {
     prop_oneof![
         2 => wait, 1 => leave, 1 => grant,
         8 => acquire, 1 => forged, 4 => materialize, 6 => release, 4 => charge(), 1 => define,
-        1 => observe(), 1 => service(), 1 => outputs(), 1 => text(), 6 => kv(),
+        1 => observe(), 1 => service(), 1 => outputs(), 1 => text(), 1 => block_size(), 6 => kv(),
     ]
 }
 
@@ -247,6 +247,14 @@ fn outputs() -> impl Strategy<Value = Item> {
             tokens,
         },
     )
+}
+
+fn block_size() -> impl Strategy<Value = Item> {
+    let tokens = prop_oneof![
+        9 => prop::sample::select(vec![16, 24, 32, 64]),
+        1 => any::<u32>(),
+    ];
+    (backend(), tokens).prop_map(|(backend, tokens)| Item::ObserveBlockSize { backend, tokens })
 }
 
 fn text() -> impl Strategy<Value = Item> {

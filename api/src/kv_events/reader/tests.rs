@@ -204,7 +204,7 @@ fn read(log: &Arc<Log>) {
         models: vec![ModelSettings {
             name: "*".to_owned(),
             tokenizer: Tokenizer::load(spec, None).unwrap(),
-            block_size: BLOCK,
+            block_size: Some(BLOCK),
         }],
         replica: ReplicaId(1),
         session: SessionId(1),

@@ -13,6 +13,7 @@ use bytes::Bytes;
 use state::exact::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRefusal};
 use state::ids::{BlockHash, EngineHash};
 use state::prefix::BlockHasher;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{StreamContext, StreamCounts};
 use crate::kv_events::wire::{self, BlockRemoved, BlockStored, CacheLocation, EngineEvent};
@@ -23,6 +24,8 @@ use crate::prompt::{TokenScope, chain_of_tokens};
 const REMEMBERED_MAX: usize = 65_536;
 /// Maximum number of blocks set aside until their parent is known.
 const ORPHANS_MAX: usize = 2048;
+/// Seed of the names of parts of an engine's block, less the part's number.
+const PART_SEED: u64 = 0x7061_7274;
 /// Maximum number of groups of layers that are distinguished.
 const GROUPS_MAX: usize = 64;
 
@@ -35,6 +38,8 @@ pub struct HashIdentity {
     pub model: String,
     /// Tokens per block in the router's hashing of this model and of models served as its adapters.
     pub block_size: u32,
+    /// Router blocks in one of the engine's, as far as the engine has told.
+    pub parts: u32,
 }
 
 /// The engine's events cannot be used, for this reason.
@@ -61,6 +66,8 @@ pub(super) struct PublishedBlocks {
     orphans_len: usize,
     /// Whether a group has full attention.
     groups: BTreeMap<u32, bool>,
+    /// Router blocks in one of the engine's.
+    parts: usize,
 }
 
 /// A message's events, split into parts.
@@ -130,6 +137,7 @@ impl<'a> MessageParts<'a> {
 impl PublishedBlocks {
     pub(super) fn new(identity: HashIdentity) -> Self {
         Self {
+            parts: identity.parts.max(1) as usize,
             identity,
             remembered: HashMap::new(),
             remembered_order: VecDeque::new(),
@@ -152,6 +160,7 @@ impl PublishedBlocks {
         for event in wire::decode(payload).unwrap_or_default().events {
             if let EngineEvent::Stored(stored) = event {
                 self.learn_group(&stored.place);
+                self.learn_parts(stored.block_size);
             }
         }
     }
@@ -188,30 +197,30 @@ impl PublishedBlocks {
         if stored.hashes.is_empty() || !self.is_indexed(&stored.place) {
             return Ok(());
         }
-        let router = self.identity.block_size;
-        if stored.block_size != router {
+        if !self.learn_parts(stored.block_size) {
             return Err(UnusableEventsError(KvRefusal::BlockSize {
                 engine: stored.block_size,
-                router,
+                router: self.identity.block_size,
             }));
         }
         let blocks = stored.hashes.len();
+        let size = stored.block_size as usize;
         let plain = stored.keys.foreign_from.unwrap_or(blocks).min(blocks);
-        let is_odd = stored.tokens.len() != blocks * router as usize;
+        let is_odd = stored.tokens.len() != blocks * size;
         let is_unnamed = stored.keys.has_adapter && stored.keys.adapter.is_none();
         if is_odd || is_unnamed || plain == 0 {
             cut.counts.foreign += blocks as u64;
             return Ok(());
         }
         cut.counts.foreign += (blocks - plain) as u64;
-        let hashes = &stored.hashes[..plain];
-        let tokens = &stored.tokens[..plain * router as usize];
+        let hashes = &self.names(&stored.hashes[..plain]);
+        let tokens = &stored.tokens[..plain * size];
         let parent = match stored.parent {
             None => None,
             Some(parent) => match self.router_hash(parent, around) {
                 Some(known) => Some((parent, known)),
                 None => {
-                    cut.counts.orphans += plain as u64;
+                    cut.counts.orphans += hashes.len() as u64;
                     self.set_aside(parent, hashes, tokens);
                     return Ok(());
                 }
@@ -295,7 +304,7 @@ impl PublishedBlocks {
         if !self.is_indexed(&removed.place) {
             return;
         }
-        for &hash in &removed.hashes {
+        for hash in self.names(&removed.hashes) {
             if !self.drop_orphan(hash) {
                 cut.counts.removed += 1;
                 cut.remove(hash);
@@ -332,6 +341,31 @@ impl PublishedBlocks {
                 self.remembered.remove(&oldest);
             }
         }
+    }
+
+    /// Learns how many router blocks one of the engine's has. Returns whether that is a whole
+    /// number.
+    fn learn_parts(&mut self, engine: u32) -> bool {
+        let router = self.identity.block_size;
+        let is_whole = engine > 0 && engine.is_multiple_of(router);
+        if is_whole {
+            self.parts = (engine / router) as usize;
+        }
+        is_whole
+    }
+
+    /// Names the router blocks in the engine's: the last one of each bears the engine's own name,
+    /// because the next block's parent is named by it, and the others bear names made from it.
+    fn names(&self, hashes: &[EngineHash]) -> Vec<EngineHash> {
+        let parts = self.parts as u64;
+        let of_one = |hash: &EngineHash| {
+            let hash = *hash;
+            let made = move |part: u64| {
+                EngineHash(xxh3_64_with_seed(&hash.0.to_le_bytes(), PART_SEED + part))
+            };
+            (1..parts).map(made).chain([hash])
+        };
+        hashes.iter().flat_map(of_one).collect()
     }
 
     fn learn_group(&mut self, place: &CacheLocation) {

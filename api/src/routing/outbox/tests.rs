@@ -75,7 +75,8 @@ fn cut(outbox: &mut Outbox) -> Vec<String> {
         | Item::Wait(_)
         | Item::Leave { .. }
         | Item::Grant { .. }
-        | Item::ObserveText(_) => format!("note {item:?}"),
+        | Item::ObserveText(_)
+        | Item::ObserveBlockSize { .. } => format!("note {item:?}"),
     };
     items.into_iter().map(show).collect()
 }

@@ -26,7 +26,7 @@ fn settings(spec: TokenizerSpec) -> ModelSettings {
     ModelSettings {
         name: "*".to_owned(),
         tokenizer: Tokenizer::load(spec, None).unwrap(),
-        block_size: 4,
+        block_size: Some(4),
     }
 }
 

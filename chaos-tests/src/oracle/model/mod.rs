@@ -166,7 +166,7 @@ impl ReferenceModel {
             | Command::RestorePart { .. }
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. } => {}
-            Command::PaceTime => self.time.pace(),
+            Command::PaceTime => self.pace(),
             // What is in its parts is not looked at.
             Command::FinishRestore { .. } => self.is_replaced = true,
         }
@@ -213,6 +213,9 @@ impl ReferenceModel {
             }
             Item::ObserveOutputs { .. } => {}
             Item::ObserveText(sample) => self.texts.observe(sample),
+            Item::ObserveBlockSize { backend, tokens } => {
+                self.registry.observe_block_size(*backend, *tokens);
+            }
             Item::Wait(wait) => self.waiting.wait(replica, *wait),
             Item::Leave { ticket } => self.waiting.leave(replica, *ticket),
             Item::Grant { model, count } => {
@@ -308,6 +311,22 @@ impl ReferenceModel {
             registry::SlotChange::Gone(slot) => {
                 self.leases.retain(|_, lease| lease.backend.slot.0 != slot);
                 self.caches.remove(&slot);
+            }
+        }
+        self.bound_untold();
+    }
+
+    fn pace(&mut self) {
+        self.time.pace();
+        self.bound_untold();
+    }
+
+    /// A capacity that nobody told has a bound once time is paced.
+    fn bound_untold(&mut self) {
+        if self.time.is_paced() {
+            let (slots, each) = self.registry.untold();
+            for slot in slots {
+                self.caches.entry(slot).or_default().resize(Some(each));
             }
         }
     }

@@ -10,6 +10,8 @@ use state::ids::{BackendRef, Incarnation, Slot};
 pub struct ModelRegistry {
     /// By name.
     pub backends: BTreeMap<String, ModelBackend>,
+    /// Tokens per block by model.
+    pub block_sizes: BTreeMap<String, u32>,
     /// Lives that ever began in each slot.
     lives: BTreeMap<u16, u32>,
 }
@@ -23,6 +25,8 @@ pub struct ModelBackend {
     pub draining: bool,
     spec: BackendSpec,
     facts: EngineFacts,
+    /// Tokens per block that its engine says.
+    block_size: Option<u32>,
 }
 
 /// What a change means for the slot's blocks.
@@ -35,6 +39,17 @@ pub(super) enum SlotChange {
 }
 
 impl ModelBackend {
+    /// What it serves by name.
+    fn models(&self) -> Vec<String> {
+        let (any, mut named): (Vec<_>, Vec<_>) =
+            self.spec.models.iter().cloned().partition(|it| it == "*");
+        if !any.is_empty() {
+            named.extend(self.facts.models.clone().unwrap_or_default());
+        }
+        named
+    }
+
+    /// As anybody told.
     fn capacity(&self) -> Option<u32> {
         self.spec.capacity_blocks.or(self.facts.capacity_blocks)
     }
@@ -51,6 +66,15 @@ impl ModelRegistry {
         backends.any(|it| it.handle == handle && it.spec.capacity_blocks.is_none())
     }
 
+    /// The slots of whose capacity nobody told anything, and what each then counts as.
+    pub(super) fn untold(&self) -> (Vec<u16>, u32) {
+        let untold = self.backends.values().filter(|it| it.capacity().is_none());
+        let slots: Vec<u16> = untold.map(|it| it.handle.slot.0).collect();
+        let each = 200_000 / slots.len().max(1);
+        let each = u32::try_from(each.clamp(1, 100_000)).unwrap_or(u32::MAX);
+        (slots, each)
+    }
+
     pub(super) fn put(&mut self, spec: &BackendSpec) -> SlotChange {
         let Some(known) = self.backends.get_mut(&spec.id) else {
             let taken = |slot: &u16| self.backends.values().any(|it| it.handle.slot.0 == *slot);
@@ -63,6 +87,7 @@ impl ModelRegistry {
                 draining: false,
                 spec: spec.clone(),
                 facts: EngineFacts::default(),
+                block_size: None,
             };
             self.backends.insert(spec.id.clone(), backend);
             return self.begin(&spec.id);
@@ -72,9 +97,12 @@ impl ModelRegistry {
         known.spec = spec.clone();
         if is_moved {
             known.facts = EngineFacts::default();
+            known.block_size = None;
             return self.begin(&spec.id);
         }
-        known.resized(before)
+        let change = known.resized(before);
+        self.settle(&spec.id);
+        change
     }
 
     pub(super) fn remove(&mut self, name: &str) -> SlotChange {
@@ -104,16 +132,71 @@ impl ModelRegistry {
             (Some(known), Some(said)) => said > known,
             _ => false,
         };
+        let facts_before = facts.clone();
         if said.models.is_some() {
             facts.models.clone_from(&said.models);
         }
         facts.capacity_blocks = said.capacity_blocks.or(facts.capacity_blocks);
         facts.started_at_s = said.started_at_s.or(facts.started_at_s);
-        if is_restarted {
-            let name = name.clone();
-            return self.begin(&name);
+        let name = name.clone();
+        let change = match is_restarted {
+            true => SlotChange::None,
+            false => backend.resized(before),
+        };
+        let change = if is_restarted {
+            self.begin(&name)
+        } else {
+            change
+        };
+        if self
+            .backends
+            .get(&name)
+            .is_some_and(|it| it.facts != facts_before)
+        {
+            self.settle(&name);
         }
-        backend.resized(before)
+        change
+    }
+
+    /// Takes the block size that an engine says.
+    pub(super) fn observe_block_size(&mut self, handle: BackendRef, tokens: u32) {
+        let mut backends = self.backends.iter_mut();
+        let Some((name, backend)) = backends.find(|(_, it)| it.handle == handle) else {
+            return;
+        };
+        if (1..=65_536).contains(&tokens) && backend.block_size != Some(tokens) {
+            backend.block_size = Some(tokens);
+            let name = name.clone();
+            self.settle(&name);
+        }
+    }
+
+    /// A model's size is the largest that divides those of all its engines, if it has to shrink or
+    /// nobody has the one it was.
+    fn settle(&mut self, name: &str) {
+        let Some(backend) = self.backends.get(name).filter(|it| it.block_size.is_some()) else {
+            return;
+        };
+        for model in backend.models() {
+            let others = self
+                .backends
+                .values()
+                .filter(|it| it.models().contains(&model));
+            let sizes: Vec<u32> = others.filter_map(|it| it.block_size).collect();
+            let least = sizes.iter().copied().min().unwrap_or(0);
+            let common = (8..=least)
+                .rev()
+                .find(|it| sizes.iter().all(|size| size % it == 0));
+            let size = match (self.block_sizes.get(&model).copied(), common) {
+                (None, common) => common.unwrap_or(16),
+                (Some(known), Some(common)) if sizes.contains(&known) && common % known == 0 => {
+                    known
+                }
+                (Some(_), Some(common)) => common,
+                (Some(known), None) => known,
+            };
+            self.block_sizes.insert(model, size);
+        }
     }
 
     fn begin(&mut self, name: &str) -> SlotChange {

@@ -35,6 +35,10 @@ impl ModelTime {
         self.calendar_ms = self.calendar_ms.or(Some(self.now_ms));
     }
 
+    pub(super) fn is_paced(&self) -> bool {
+        self.calendar_ms.is_some()
+    }
+
     pub(super) fn pass(&mut self, stamp_ms: u64) {
         let Some(calendar_ms) = self.calendar_ms else {
             let step_ms = if self.now_ms == 0 { u64::MAX } else { HOUR_MS };

@@ -36,8 +36,8 @@ use tokio_util::task::TaskTracker;
 
 pub use args::{EngineArgs, run};
 use driver::DriverCore;
-pub use events::EventsOptions;
 use events::Publisher;
+pub use events::{EventEncoding, EventsOptions, PublisherFaults};
 use http::{EngineServer, serve};
 use model::{EngineShape, EngineStats, Scheduler};
 

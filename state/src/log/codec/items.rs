@@ -14,7 +14,7 @@
 //! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
-//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts, 6 text | | its fields |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts, 6 text, 7 block size | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Unused bits are 0 and anything else is
 //! rejected, so that a later version can give them a meaning.
@@ -48,6 +48,7 @@ mod rare {
     pub(super) const GRANT: u8 = 4;
     pub(super) const CHARGE: u8 = 5;
     pub(super) const TEXT: u8 = 6;
+    pub(super) const BLOCK_SIZE: u8 = 7;
 }
 
 const KIND_BITS: u32 = 3;
@@ -120,6 +121,11 @@ impl Encode for Item {
                 sample.model.0.to_le_bytes().encode(encoder)?;
                 put(encoder, sample.bytes)?;
                 put(encoder, sample.tokens)
+            }
+            Self::ObserveBlockSize { backend, tokens } => {
+                put_rare(encoder, rare::BLOCK_SIZE)?;
+                put_backend(encoder, *backend)?;
+                put(encoder, u64::from(*tokens))
             }
         }
     }
@@ -222,6 +228,10 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             bytes: get(decoder)?,
             tokens: get(decoder)?,
         })),
+        rare::BLOCK_SIZE => Ok(Item::ObserveBlockSize {
+            backend: get_backend(decoder)?,
+            tokens: get_u32(decoder)?,
+        }),
         _ => Err(no_item(tag)),
     }
 }

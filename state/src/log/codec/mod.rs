@@ -69,7 +69,7 @@ pub fn format_of(command: &Command) -> u8 {
 
 /// Whether version 4 introduced this kind of item.
 fn is_of_version_4(item: &Item) -> bool {
-    matches!(item, Item::ObserveText(_))
+    matches!(item, Item::ObserveText(_) | Item::ObserveBlockSize { .. })
 }
 
 /// Encodes a command as the payload of a log entry.

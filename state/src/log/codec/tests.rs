@@ -525,10 +525,17 @@ fn items_of_version_4_have_their_bytes_and_make_a_batch_one_of_version_4() {
         hex(&bytes)
     };
     expect!["37cdab000000000000a846d00f"].assert_eq(&written(text.clone()));
+    let size = Item::ObserveBlockSize {
+        backend: backend(1, 2),
+        tokens: 256,
+    };
+    expect!["3f01028002"].assert_eq(&written(size.clone()));
     let batch = |items| Command::Batch {
         base_attempt: AttemptId(1),
         items,
     };
     assert_eq!(format_of(&batch(items())), FORMAT_VERSION_COMMON);
-    assert_eq!(format_of(&batch([items(), vec![text]].concat())), 4);
+    for newer in [text, size] {
+        assert_eq!(format_of(&batch([items(), vec![newer]].concat())), 4);
+    }
 }

@@ -1,0 +1,268 @@
+//! Tokens per block of each model, as its engines say.
+//!
+//! The block size is part of every block hash, so all replicas must cut a model's prompts alike,
+//! and change the size at the same log index. Engines report their own size through the log, and a
+//! model's size follows from the reports of all engines that serve it:
+//!
+//! - It is the greatest common divisor of their sizes. An engine whose blocks have several times as
+//!   many tokens is described in blocks of that size exactly.
+//! - Once set, it shrinks when an engine reports blocks that it does not divide, and otherwise
+//!   changes only if no engine reports it any more. An engine that leaves changes nothing until
+//!   another one has news. A size that shrinks at least halves, and grows only when no engine has
+//!   the former one, so it cannot flap.
+//! - It does not shrink below [`BLOCK_TOKENS_MIN`]: blocks of few tokens would cost more than they
+//!   tell. An engine that would need it stays without exact ownership ([`BlockSizes::fits`]).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bincode::{Decode, Encode};
+
+use super::{Backend, Backends};
+use crate::ids::Slot;
+
+/// Tokens per block before any engine has reported: vLLM's own default.
+pub const BLOCK_TOKENS_DEFAULT: u32 = 16;
+/// Minimum tokens per block that engines can bring a model to.
+pub const BLOCK_TOKENS_MIN: u32 = 8;
+/// Maximum tokens per block.
+pub const BLOCK_TOKENS_MAX: u32 = 65_536;
+/// Maximum number of models with a size. Further models have the default.
+pub const SIZED_MODELS_MAX: usize = 1024;
+
+/// Block sizes of engines and models.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub struct BlockSizes {
+    by_engine: BTreeMap<Slot, u32>,
+    by_model: BTreeMap<String, u32>,
+}
+
+impl BlockSizes {
+    /// Returns the tokens per block of `model`.
+    #[must_use]
+    pub fn of(&self, model: &str) -> u32 {
+        self.known(model).unwrap_or(BLOCK_TOKENS_DEFAULT)
+    }
+
+    /// Returns the tokens per block of `model`; `None` before one of its engines has reported.
+    #[must_use]
+    pub fn known(&self, model: &str) -> Option<u32> {
+        self.by_model.get(model).copied()
+    }
+
+    /// Returns the tokens per block that the engine in `slot` reported.
+    #[must_use]
+    pub fn of_engine(&self, slot: Slot) -> Option<u32> {
+        self.by_engine.get(&slot).copied()
+    }
+
+    /// Iterates over the models with a size, by name.
+    pub fn models(&self) -> impl Iterator<Item = (&str, u32)> {
+        self.by_model.iter().map(|(model, size)| (&**model, *size))
+    }
+
+    /// Whether the blocks of the engine in `slot` can be told in those of `model`. True if the
+    /// engine did not report.
+    #[must_use]
+    pub fn fits(&self, slot: Slot, model: &str) -> bool {
+        let own = self.of_engine(slot);
+        own.is_none_or(|own| own.is_multiple_of(self.of(model)))
+    }
+
+    /// Records what the engine in `slot` reported. `None` if it is out of bounds, else whether it
+    /// is news.
+    pub(crate) fn report(&mut self, slot: Slot, tokens: u32) -> Option<bool> {
+        if !(1..=BLOCK_TOKENS_MAX).contains(&tokens) {
+            return None;
+        }
+        Some(self.by_engine.insert(slot, tokens) != Some(tokens))
+    }
+
+    /// Forgets the engine in `slot`. Sizes of models stay.
+    pub(crate) fn forget(&mut self, slot: Slot) {
+        self.by_engine.remove(&slot);
+    }
+
+    /// Brings the sizes of the models that the backend in `slot` serves up to date. Returns these
+    /// models with their previous sizes, as far as they changed.
+    pub(crate) fn settle(&mut self, slot: Slot, backends: &Backends) -> Vec<(String, u32)> {
+        let Some(backend) = backends.in_slot(slot) else {
+            return Vec::new();
+        };
+        if !self.by_engine.contains_key(&slot) {
+            return Vec::new();
+        }
+        let own: BTreeSet<&str> = names(backend).collect();
+        let mut sizes: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
+        for other in backends.iter() {
+            if let Some(size) = self.of_engine(other.handle.slot) {
+                for name in names(other).filter(|name| own.contains(name)) {
+                    sizes.entry(name).or_default().push(size);
+                }
+            }
+        }
+        let mut changed = Vec::new();
+        for (model, sizes) in sizes {
+            let (before, now) = (self.of(model), self.settled(model, &sizes));
+            let is_new = self.known(model).is_none();
+            if now != before {
+                changed.push((model.to_owned(), before));
+            }
+            if now != before || is_new {
+                self.set(model, now, backends);
+            }
+        }
+        changed
+    }
+
+    fn settled(&self, model: &str, sizes: &[u32]) -> u32 {
+        let common = sizes.iter().copied().reduce(common_divisor);
+        let common = common.filter(|it| *it >= BLOCK_TOKENS_MIN);
+        match (self.known(model), common) {
+            (None, common) => common.unwrap_or(BLOCK_TOKENS_DEFAULT),
+            (Some(known), Some(common)) if common % known != 0 => common,
+            (Some(known), Some(common)) if !sizes.contains(&known) => common,
+            (Some(known), _) => known,
+        }
+    }
+
+    fn set(&mut self, model: &str, size: u32, backends: &Backends) {
+        if self.by_model.len() >= SIZED_MODELS_MAX && !self.by_model.contains_key(model) {
+            let served: BTreeSet<&str> = backends.iter().flat_map(names).collect();
+            self.by_model.retain(|model, _| served.contains(&**model));
+            if self.by_model.len() >= SIZED_MODELS_MAX {
+                return;
+            }
+        }
+        self.by_model.insert(model.to_owned(), size);
+    }
+
+    /// Checks the bounds, or describes the fault.
+    pub(crate) fn check(&self, backends: &Backends) -> Result<(), String> {
+        let is_size = |size: &u32| (1..=BLOCK_TOKENS_MAX).contains(size);
+        let is_bounded = self.by_model.len() <= SIZED_MODELS_MAX
+            && self.by_engine.values().all(is_size)
+            && self.by_model.values().all(is_size);
+        if !is_bounded {
+            return Err("block sizes are out of bounds".to_owned());
+        }
+        let mut engines = self.by_engine.keys();
+        match engines.find(|slot| backends.in_slot(**slot).is_none()) {
+            Some(slot) => Err(format!("slot {slot} is empty and has a block size")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Returns the models that a backend serves, by its description or its engine's list.
+fn names(backend: &Backend) -> impl Iterator<Item = &str> {
+    let described = backend.spec.models.iter().map(String::as_str);
+    let is_any = backend.spec.models.iter().any(|model| model == "*");
+    let listed = backend.facts.models.iter().flatten().map(String::as_str);
+    described
+        .filter(|model| *model != "*")
+        .chain(listed.filter(move |_| is_any))
+}
+
+fn common_divisor(a: u32, b: u32) -> u32 {
+    let (mut a, mut b) = (a, b);
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backends::{BackendSpec, EngineFacts};
+
+    struct Fleet {
+        backends: Backends,
+        sizes: BlockSizes,
+    }
+
+    impl Fleet {
+        /// Backends `0`, `1`, ... that serve `m`.
+        fn new(count: u16) -> Self {
+            let mut backends = Backends::default();
+            for number in 0..count {
+                backends.put(BackendSpec {
+                    id: number.to_string(),
+                    url: format!("http://a:{}", number + 1),
+                    models: vec!["m".to_owned()],
+                    labels: BTreeMap::new(),
+                    capacity_blocks: None,
+                    kv_events: None,
+                    kv_replay: None,
+                });
+            }
+            let sizes = BlockSizes::default();
+            Self { backends, sizes }
+        }
+
+        /// An engine reports; returns the size of `m` and whether it changed.
+        fn report(&mut self, slot: u16, tokens: u32) -> (u32, bool) {
+            let slot = Slot(slot);
+            assert!(self.sizes.report(slot, tokens).is_some());
+            let changed = self.sizes.settle(slot, &self.backends);
+            assert_eq!(self.sizes.check(&self.backends), Ok(()));
+            (self.sizes.of("m"), !changed.is_empty())
+        }
+    }
+
+    #[test]
+    fn the_size_does_not_depend_on_who_reports_first() {
+        let reports = [(0, 32), (1, 16), (2, 64)];
+        for order in [[0, 1, 2], [1, 0, 2], [2, 1, 0], [2, 0, 1]] {
+            let mut fleet = Fleet::new(3);
+            assert_eq!(fleet.sizes.of("m"), BLOCK_TOKENS_DEFAULT);
+            for at in order {
+                let (slot, tokens): (u16, u32) = reports[at];
+                fleet.report(slot, tokens);
+            }
+            assert_eq!(fleet.sizes.of("m"), 16, "{order:?}");
+            assert!((0..3).all(|slot| fleet.sizes.fits(Slot(slot), "m")));
+        }
+    }
+
+    #[test]
+    fn a_size_stays_until_all_engines_say_otherwise() {
+        let mut fleet = Fleet::new(2);
+        assert_eq!(fleet.report(0, 16), (16, false));
+        assert_eq!(fleet.report(1, 16), (16, false));
+        // A rolling change of all engines.
+        assert_eq!(fleet.report(0, 32), (16, false));
+        assert_eq!(fleet.report(1, 32), (32, true));
+        assert_eq!(fleet.report(1, 32), (32, false));
+        // An engine that leaves changes nothing, also when another reports again.
+        assert_eq!(fleet.report(1, 16), (16, true));
+        fleet.sizes.forget(Slot(1));
+        assert_eq!(fleet.sizes.of("m"), 16);
+    }
+
+    #[test]
+    fn an_engine_of_tiny_blocks_does_not_cut_the_others_blocks() {
+        let mut fleet = Fleet::new(2);
+        assert_eq!(fleet.report(0, 32), (32, true));
+        assert_eq!(fleet.report(1, 1), (32, false));
+        assert!(fleet.sizes.fits(Slot(0), "m") && !fleet.sizes.fits(Slot(1), "m"));
+        assert_eq!(fleet.sizes.report(Slot(1), 0), None);
+        assert_eq!(fleet.sizes.report(Slot(1), BLOCK_TOKENS_MAX + 1), None);
+        let mut alone = Fleet::new(1);
+        assert_eq!(alone.report(0, 1), (BLOCK_TOKENS_DEFAULT, false));
+    }
+
+    #[test]
+    fn only_models_that_the_engine_serves_are_concerned() {
+        let mut fleet = Fleet::new(2);
+        let handle = fleet.backends.in_slot(Slot(1)).unwrap().handle;
+        let facts = EngineFacts {
+            models: Some(vec!["other".to_owned()]),
+            ..EngineFacts::default()
+        };
+        fleet.backends.observe(handle, facts);
+        fleet.report(0, 32);
+        assert_eq!(fleet.sizes.known("other"), None, "it is described as m");
+        assert_eq!(fleet.sizes.known("m"), Some(32));
+    }
+}

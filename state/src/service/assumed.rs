@@ -1,0 +1,112 @@
+//! Capacity of a cache of which nobody told the size, learned from the misses.
+//!
+//! Without a bound, everything that was ever sent to such an engine would count as cached for ever.
+//! A backend is therefore assumed to hold [`ASSUMED_BLOCKS_MAX`] blocks, and all such backends
+//! together [`ASSUMED_BLOCKS_ALL`]. From there on the engine's answers decide: after every
+//! [`TOKENS_PER_STEP`] prompt tokens, the predictions since the last step are held against the
+//! cached tokens that the engine reported.
+//!
+//! - *Missed*: more than a thirty-second of the prompt tokens were predicted and not cached. The
+//!   belief shrinks to seven eighths of what is believed, not of the assumption, which may be far
+//!   above it.
+//! - *Held*, while the assumption bounds the belief: it grows by a hundred and twenty-eighth.
+//!
+//! Both caches drop what was used longest ago, so a belief that is no larger than the cache is
+//! right. This is the additive increase and multiplicative decrease of congestion control: the
+//! assumption comes down in a few steps and then moves within an eighth of what the engine holds.
+
+use std::collections::BTreeMap;
+
+use bincode::{Decode, Encode};
+
+use super::ServiceSample;
+use crate::ids::Slot;
+
+/// Maximum number of blocks that one backend of unknown capacity is assumed to hold.
+pub const ASSUMED_BLOCKS_MAX: u32 = 100_000;
+/// Number of blocks that all backends of unknown capacity are assumed to hold together at first.
+pub const ASSUMED_BLOCKS_ALL: u32 = 200_000;
+/// Minimum that a learned capacity shrinks to, in blocks.
+const BLOCKS_MIN: u32 = 16;
+/// Number of prompt tokens that one step is based on.
+const TOKENS_PER_STEP: u64 = 16_384;
+/// A step counts as missed if this part of its prompt tokens was predicted and not cached.
+const MISSED_PART: u64 = 32;
+/// Part by which a capacity grows in a step.
+const GROWTH_PART: u32 = 128;
+
+/// Returns the capacity that each of `untold` backends of unknown capacity starts with.
+pub(crate) fn share(untold: usize) -> u32 {
+    let untold = u32::try_from(untold).unwrap_or(u32::MAX).max(1);
+    (ASSUMED_BLOCKS_ALL / untold).clamp(1, ASSUMED_BLOCKS_MAX)
+}
+
+/// What was learned of one incarnation.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+struct AssumedCapacity {
+    /// Learned capacity; `None` before the first miss.
+    blocks: Option<u32>,
+    /// Prompt tokens since the last step.
+    prompt_tokens: u64,
+    /// Part of these that was predicted to be cached.
+    predicted_tokens: u64,
+    /// Part of these that was cached.
+    cached_tokens: u64,
+}
+
+impl AssumedCapacity {
+    fn observe(&mut self, sample: &ServiceSample, share: u32, owned: u32) {
+        let add = |sum: &mut u64, tokens: u64| *sum = sum.saturating_add(tokens);
+        add(&mut self.prompt_tokens, sample.predicted_prompt_tokens);
+        add(&mut self.predicted_tokens, sample.predicted_cached_tokens);
+        add(&mut self.cached_tokens, sample.cached_tokens);
+        if self.prompt_tokens < TOKENS_PER_STEP {
+            return;
+        }
+        let missed = self.predicted_tokens.saturating_sub(self.cached_tokens);
+        let capacity = self.blocks.unwrap_or(share).min(share);
+        if missed > self.prompt_tokens / MISSED_PART {
+            let believed = capacity.min(owned);
+            self.blocks = Some((believed - believed / 8).max(BLOCKS_MIN));
+        } else if self.blocks.is_some() && u64::from(owned) * 16 >= u64::from(capacity) * 15 {
+            let grown = capacity.saturating_add(capacity / GROWTH_PART + 1);
+            self.blocks = Some(grown).filter(|grown| *grown < share);
+        }
+        (
+            self.prompt_tokens,
+            self.predicted_tokens,
+            self.cached_tokens,
+        ) = (0, 0, 0);
+    }
+}
+
+/// Learned capacities by slot; only of backends whose capacity nobody told.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub(crate) struct AssumedCapacities(BTreeMap<Slot, AssumedCapacity>);
+
+impl AssumedCapacities {
+    /// Adds a plausible sample of the backend in `slot`, which owns `owned` blocks.
+    pub(crate) fn observe(&mut self, slot: Slot, sample: &ServiceSample, share: u32, owned: u64) {
+        if sample.predicted_prompt_tokens > 0 {
+            let owned = u32::try_from(owned).unwrap_or(u32::MAX);
+            let learnt = self.0.entry(slot).or_default();
+            learnt.observe(sample, share, owned);
+        }
+    }
+
+    /// Returns the capacity of the backend in `slot`, at most `share`.
+    pub(crate) fn blocks(&self, slot: Slot, share: u32) -> u32 {
+        let learnt = self.0.get(&slot).and_then(|learnt| learnt.blocks);
+        learnt.map_or(share, |blocks| blocks.min(share))
+    }
+
+    /// Forgets a backend that was removed or starts a new incarnation.
+    pub(crate) fn forget(&mut self, slot: Slot) {
+        self.0.remove(&slot);
+    }
+
+    /// Iterates over the slots with a learned capacity, ascending.
+    pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> {
+        self.0.keys().copied()
+    }
+}
