@@ -51,7 +51,7 @@ impl PromptReader {
     ) -> PromptIdentity {
         let scope = Scope {
             model: &parsed.model,
-            adapter: "",
+            adapter: parsed.adapter.as_deref().unwrap_or(""),
             salt: parsed.cache_salt.as_deref().unwrap_or(""),
             tokenizer: "character",
             block_size: block_bytes,
@@ -92,7 +92,8 @@ impl PromptReader {
             salt: parsed.cache_salt.as_deref().unwrap_or(""),
             block_size,
         };
-        let root = scope.root(&self.view.registry().hashing());
+        let adapter = parsed.adapter.as_deref().unwrap_or("");
+        let root = scope.root_with(&self.view.registry().hashing(), adapter);
         let ratio = self.ratio_of(&parsed.model);
         let mut chain = Vec::new();
         prefix::chain_tokens(&root, ids, block_size as usize, &mut chain);

@@ -79,6 +79,8 @@ pub struct ParsedBody {
     pub user: Option<String>,
     /// The `cache_salt` field.
     pub cache_salt: Option<String>,
+    /// The `lora_path` field of SGLang, as JSON: an adapter beside the model.
+    pub adapter: Option<String>,
     /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`; `None` when absent or unclear.
     pub max_tokens: Option<u32>,
     /// Answers it asks for at once: `n` or `best_of`, for each prompt of a batch; at least 1.

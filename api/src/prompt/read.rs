@@ -154,6 +154,7 @@ struct BodyFields<'de> {
     further: FurtherFields,
     user: Option<String>,
     cache_salt: Option<String>,
+    lora_path: Option<&'de RawValue>,
     max_tokens: Option<u32>,
     choices: Option<u32>,
     tools: Option<&'de RawValue>,
@@ -191,6 +192,7 @@ impl BodyFields<'_> {
             further: self.further,
             user: self.user,
             cache_salt: self.cache_salt,
+            adapter: self.lora_path.map(|path| path.get().to_owned()),
             max_tokens: self.max_tokens,
             prompt,
             batch: self.batch,
@@ -287,13 +289,14 @@ impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
 }
 
 /// The fields the router reads, on some path or other.
-const KNOWN: [&str; 20] = [
+const KNOWN: [&str; 21] = [
     "model",
     "messages",
     "stream",
     "stream_options",
     "user",
     "cache_salt",
+    "lora_path",
     "max_tokens",
     "max_completion_tokens",
     "max_output_tokens",
@@ -335,6 +338,10 @@ impl<'de> BodyVisitor<'_, 'de> {
             }
             ("user", _) => found.user = map.next_value()?,
             ("cache_salt", _) => found.cache_salt = map.next_value()?,
+            ("lora_path", _) => {
+                let raw = map.next_value::<&'de RawValue>()?;
+                found.lora_path = (raw.get() != "null").then_some(raw);
+            }
             ("max_tokens" | "max_completion_tokens" | "max_output_tokens", _) => {
                 // A `null` beside a number of the other spelling does not undo it.
                 let tokens = map.next_value::<LaxValue>()?.count();

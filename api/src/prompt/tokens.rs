@@ -5,8 +5,8 @@
 //! that was tokenized here and a block that an engine reports meet in the same hashes, whichever
 //! tokenizer made the ids. Blocks of text have the word `character` there and never meet them.
 //!
-//! An adapter is named by the model: engines serve a LoRA adapter as a model of its own name, so
-//! the scope's own adapter stays empty.
+//! An adapter is named by the model: engines serve a LoRA adapter as a model of its own name. The
+//! scope's own adapter is what SGLang's `lora_path` names beside the model.
 
 use state::ids::BlockHash;
 use state::prefix::{self, BlockHasher, ChainRoot, Scope};
@@ -30,9 +30,15 @@ impl TokenScope<'_> {
     /// What its chains begin with.
     #[must_use]
     pub fn root(&self, hashing: &BlockHasher) -> ChainRoot {
+        self.root_with(hashing, "")
+    }
+
+    /// What chains begin with whose request names an adapter beside the model, as SGLang's do.
+    #[must_use]
+    pub fn root_with(&self, hashing: &BlockHasher, adapter: &str) -> ChainRoot {
         let scope = Scope {
             model: self.model,
-            adapter: "",
+            adapter,
             salt: self.salt,
             tokenizer: TOKENS,
             block_size: self.block_size,

@@ -173,6 +173,19 @@ fn an_identity_is_scoped_and_knows_what_an_engine_can_have() {
         bench.router.reader().identify(&salted).chain[0],
         long.chain[0]
     );
+    let root = |body: &Value| {
+        let parsed = self::body("/v1/completions", body);
+        bench.router.reader().identify(&parsed).root
+    };
+    for prompt in [json!("x"), json!([1, 2, 3])] {
+        let with =
+            |adapter: Value| root(&json!({"model": "m", "prompt": prompt, "lora_path": adapter}));
+        let none = root(&json!({"model": "m", "prompt": prompt}));
+        assert_eq!(with(Value::Null), none);
+        assert_ne!(with(json!("a")), none, "adapters share no block");
+        assert_ne!(with(json!("a")), with(json!("b")));
+        assert_eq!(with(json!(["a", null])), with(json!(["a", null])));
+    }
     let empty = bench.identify("");
     assert_eq!(
         (empty.chain.len(), empty.matchable, empty.tokens),
