@@ -77,7 +77,12 @@ async fn backends_are_listed_with_all_that_is_known() {
                 "is_draining": false,
                 "detail": null,
             },
-            "in_flight": {"here": 0, "cluster": 0, "pending_prefill_tokens": 0},
+            "in_flight": {
+                "here": 0,
+                "cluster": 0,
+                "pending_prefill_tokens": 0,
+                "share": null,
+            },
             "owned_blocks": 3,
             "slot": 0,
             "incarnation": first["incarnation"],
