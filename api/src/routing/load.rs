@@ -131,7 +131,7 @@ impl LoadTable {
     }
 
     /// Whether this replica has a free place at `backend`; true where it is not known how many it
-    /// has under this limit, which [`LoadTable::reserve`] finds out.
+    /// has under this limit, which `LoadTable::reserve` finds out.
     #[must_use]
     pub fn may_have_place(&self, backend: BackendRef, limit: u32) -> bool {
         let may = |gauge: &BackendLoad| !gauge.is_divided(limit) || gauge.free() > 0;

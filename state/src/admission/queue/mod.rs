@@ -225,7 +225,7 @@ impl Queue {
     }
 
     /// Waiting requests that the gate does not hold, in order of arrival; of the first
-    /// [`UNHELD_LOOKS_MAX`] only.
+    /// `UNHELD_LOOKS_MAX` only.
     pub fn unheld<'a>(
         &'a self,
         now_ms: u64,
