@@ -39,7 +39,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("api.AbortNotReleased", "I14", &[], 2, 1),
     ("api.DrainingChosen", "I39", &[], 4, 3),
     ("api.MinorityUnnoticed", "I32", &[Fault::LoseState], 2, 1),
-    ("api.TimeStandsBetween", "I51", &[Fault::WrongClock], 2, 13),
+    ("api.TimeStandsBetween", "I51", &[Fault::WrongClock], 2, 69),
     ("node.UnknownAcknowledged", "I29", CUT_SHORT, 6, 1),
     ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 1),
     (

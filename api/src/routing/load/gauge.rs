@@ -136,6 +136,12 @@ impl BackendLoad {
         halves(changed.unwrap_or_else(|places| places))
     }
 
+    /// A place that was reserved is not used after all. Nothing ended, so it stays here, and nobody
+    /// is told: whoever is told looks at the queue again, which may reserve it and not use it again.
+    fn put_back(&self) {
+        self.change(|running, allowed| Some((running.saturating_sub(1), allowed)));
+    }
+
     /// A request is over. Where peers wait for the place it goes out of this replica's hands at
     /// once, before anything here can take it; whoever tells the peers then says whose it is.
     fn end(&self) {
@@ -202,7 +208,7 @@ impl ReservedPlace {
 impl Drop for ReservedPlace {
     fn drop(&mut self) {
         if let Some(gauge) = self.gauge.take() {
-            gauge.end();
+            gauge.put_back();
         }
     }
 }

@@ -34,6 +34,22 @@ fn a_request_is_counted_in_and_out() {
 }
 
 #[test]
+fn a_place_that_is_not_used_stays_where_peers_wait_for_one_that_ends() {
+    let table = LoadTable::default();
+    let engine = backend(0, 1);
+    table.set_places(engine, 6, 2, true);
+    let is_told = |table: &LoadTable| std::pin::pin!(table.news().notified()).enable();
+    // As the gate does with a request that it holds back, at every look.
+    drop(table.reserve(engine, Some(6)).unwrap());
+    assert_eq!(table.places(engine, 6), Some((2, 2)));
+    assert!(!is_told(&table));
+    let request = table.reserve(engine, Some(6)).unwrap().into_guard(0);
+    drop(request);
+    assert_eq!(table.places(engine, 6), Some((1, 1)));
+    assert!(is_told(&table));
+}
+
+#[test]
 fn a_new_life_of_a_slot_starts_at_zero_and_the_old_one_cannot_disturb_it() {
     let table = LoadTable::default();
     let old = table.begin(backend(0, 1), 10);

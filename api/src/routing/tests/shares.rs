@@ -8,7 +8,7 @@ use state::admission::{AdmissionSettings, Batching, Concurrency};
 
 use super::*;
 use crate::routing::fixture::router_of;
-use crate::routing::{PlacedRequest, ReservedPlace, WaitingForPlace, WantedPlaces};
+use crate::routing::{LoadGuard, PlacedRequest, WaitingForPlace, WantedPlaces};
 
 /// Limit of every backend.
 const LIMIT: u32 = 6;
@@ -18,7 +18,7 @@ const EXCHANGE: Duration = Duration::from_millis(20);
 struct Replica {
     port: Port,
     router: Arc<Router>,
-    running: Vec<ReservedPlace>,
+    running: Vec<LoadGuard>,
 }
 
 struct Cluster {
@@ -93,7 +93,7 @@ impl Cluster {
         while started < requests
             && let Ok(placed) = self.place(at)
         {
-            self.replicas[at].running.push(placed.place);
+            self.replicas[at].running.push(placed.place.into_guard(0));
             started += 1;
         }
         started
