@@ -1,5 +1,7 @@
 //! The table of load.
 
+use std::task::{Context, Waker};
+
 use super::*;
 use proptest::prelude::*;
 
@@ -38,7 +40,11 @@ fn a_place_that_is_not_used_stays_where_peers_wait_for_one_that_ends() {
     let table = LoadTable::default();
     let engine = backend(0, 1);
     table.set_places(engine, 6, 2, true);
-    let is_told = |table: &LoadTable| std::pin::pin!(table.news().notified()).enable();
+    let is_told = |table: &LoadTable| {
+        let told = std::pin::pin!(table.news().notified());
+        let mut context = Context::from_waker(Waker::noop());
+        told.poll(&mut context).is_ready()
+    };
     // As the gate does with a request that it holds back, at every look.
     drop(table.reserve(engine, Some(6)).unwrap());
     assert_eq!(table.places(engine, 6), Some((2, 2)));
