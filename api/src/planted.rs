@@ -78,14 +78,6 @@ plantable_bugs! {
     /// An envelope's charges are queued again when its outcome is unknown, in addition to the
     /// envelope.
     OutboxChargesUnknownAgain,
-    /// Blocks in transit stay in the overlay when their steps are void.
-    OverlayKeepsVoided,
-    /// Blocks in transit stay in the overlay when they are applied.
-    OverlayKeepsApplied,
-    /// A request whose client left is not charged for its tokens.
-    AbortNotCharged,
-    /// A request whose client left keeps its lease.
-    AbortNotReleased,
     /// A draining backend gets new requests.
     DrainingChosen,
     /// A replica does not notice that its state differs from most others'.

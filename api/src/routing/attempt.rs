@@ -35,7 +35,6 @@ use super::reply::ReplyChain;
 use super::samples::{AttemptTimer, EndedRequest, RunningRequests};
 use super::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
 use crate::backends::HalfOpenProbe;
-use crate::planted::{self, Bug};
 
 /// Output tokens reported but not charged at most, while the answer streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
@@ -317,7 +316,6 @@ impl Attempt {
             return;
         };
         let mut charge = match end {
-            AttemptEnd::ClientLeft if planted::is(Bug::AbortNotCharged) => nothing(self.user),
             AttemptEnd::NotRun => nothing(self.user),
             AttemptEnd::Finished
             | AttemptEnd::Broken
@@ -348,9 +346,6 @@ impl Attempt {
         }
         let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
         let release = move |reply: Option<ReplyChain>| {
-            if end == AttemptEnd::ClientLeft && planted::is(Bug::AbortNotReleased) {
-                return;
-            }
             let blocks =
                 reply.map_or_else(Vec::new, |reply| reply.finish(end == AttemptEnd::Finished));
             dispatcher.outbox.with(|outbox| {

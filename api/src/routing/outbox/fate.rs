@@ -152,9 +152,7 @@ impl Outbox {
                 return true;
             }
             queued.take(step.bytes());
-            if let Some(run) = step.run()
-                && !planted::is(Bug::OverlayKeepsVoided)
-            {
+            if let Some(run) = step.run() {
                 overlay.remove(step.backend, run);
             }
             false

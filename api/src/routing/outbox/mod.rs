@@ -35,7 +35,6 @@ use tokio::time::Instant;
 use self::commits::CommitWaiters;
 use self::overlay::BlockRun;
 use self::steps::{LeaseStep, LeaseStepKind, acquire_steps, runs_of};
-use crate::planted::{self, Bug};
 
 pub use commits::ChargeCommit;
 pub use driver::SharedOutbox;
@@ -461,9 +460,6 @@ impl Outbox {
     pub fn settle(&mut self, applied: LogIndex) {
         while let Some(settled) = self.settling.pop_front_if(|it| it.index <= applied) {
             for (backend, run) in settled.runs {
-                if planted::is(Bug::OverlayKeepsApplied) {
-                    continue;
-                }
                 self.overlay.remove(backend, &run);
             }
         }
