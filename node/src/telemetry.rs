@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal;
 
+use api::proxy::{ACCESS_TARGET, LoggedRequests};
 use tracing_subscriber::EnvFilter;
 
 use crate::config::{LogConfig, LogFormat, Parsed};
@@ -17,7 +18,7 @@ const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,tonic=warn";
 /// # Errors
 /// If the filter does not parse, or logging is set up already.
 pub fn init(log: &LogConfig) -> anyhow::Result<()> {
-    let filter = filter(&log.level)?;
+    let filter = filter(log)?;
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr);
@@ -33,8 +34,15 @@ pub fn init(log: &LogConfig) -> anyhow::Result<()> {
     outcome.map_err(|error| anyhow::anyhow!("set up logging: {error}"))
 }
 
-fn filter(told: &str) -> anyhow::Result<EnvFilter> {
-    Ok(EnvFilter::builder().parse(format!("{QUIET},{told}"))?)
+/// The filter of a config. A level does not hold back the access log, which has its own setting; a
+/// filter that names its target does.
+fn filter(log: &LogConfig) -> anyhow::Result<EnvFilter> {
+    let access = match log.access {
+        LoggedRequests::Off => "off",
+        LoggedRequests::Errors | LoggedRequests::All => "info",
+    };
+    let filter = format!("{QUIET},{ACCESS_TARGET}={access},{}", *log.level);
+    Ok(EnvFilter::builder().parse(filter)?)
 }
 
 /// Sets up logging for commands without a config: human-readable lines, filtered by
@@ -49,7 +57,12 @@ pub fn init_for_command(default: &str) -> anyhow::Result<()> {
         _ => LogFormat::Human,
     };
     let level = Parsed(filter);
-    init(&LogConfig { format, level })
+    let access = LoggedRequests::Off;
+    init(&LogConfig {
+        format,
+        level,
+        access,
+    })
 }
 
 #[cfg(test)]
@@ -59,14 +72,37 @@ mod tests {
 
     use super::*;
 
+    fn log(level: &str, access: LoggedRequests) -> LogConfig {
+        LogConfig {
+            level: Parsed(level.to_owned()),
+            access,
+            ..LogConfig::default()
+        }
+    }
+
+    fn with_filter(log: &LogConfig, is_told: impl FnOnce() -> bool) -> bool {
+        let lines = tracing_subscriber::fmt().with_env_filter(filter(log).unwrap());
+        with_default(lines.finish(), is_told)
+    }
+
+    #[test]
+    fn the_access_log_has_a_setting_of_its_own() {
+        let is_told = |level: &str, access| {
+            let is_told = || tracing::enabled!(target: ACCESS_TARGET, Level::INFO);
+            with_filter(&log(level, access), is_told)
+        };
+        assert!(is_told("error", LoggedRequests::All));
+        assert!(is_told("info", LoggedRequests::Errors));
+        assert!(!is_told("info", LoggedRequests::Off));
+        assert!(!is_told("info,quorate::access=warn", LoggedRequests::All));
+    }
+
     #[test]
     fn what_clients_can_make_h2_say_is_told_only_where_it_is_asked_for() {
         let is_told = |told: &str| {
-            let lines = tracing_subscriber::fmt().with_env_filter(filter(told).unwrap());
-            with_default(
-                lines.finish(),
-                || tracing::enabled!(target: "h2::proto::streams::streams", Level::WARN),
-            )
+            let is_told =
+                || tracing::enabled!(target: "h2::proto::streams::streams", Level::WARN);
+            with_filter(&log(told, LoggedRequests::Off), is_told)
         };
         assert!(!is_told("info"));
         assert!(!is_told("debug"));

@@ -139,6 +139,17 @@ impl AttemptFailure {
         }
     }
 
+    /// Tells the decision's record.
+    fn note(&self, record: &DecisionRecord) {
+        match self {
+            Self::OutOfConnections(error)
+            | Self::Unreachable(error)
+            | Self::BrokeUnsent(error)
+            | Self::Broke(error) => record.failed_with(self.label(), error),
+            Self::Gone | Self::TimedOutUnsent | Self::TimedOut => record.failed(self.label()),
+        }
+    }
+
     fn end(&self) -> AttemptEnd {
         match self {
             Self::Gone
@@ -184,7 +195,7 @@ impl Outcome {
                 record.answered(response.status().as_u16());
             }
             Self::Redirection => record.failed("redirected"),
-            Self::Failure(failure) => record.failed(failure.label()),
+            Self::Failure(failure) => failure.note(record),
         }
     }
 
@@ -254,7 +265,7 @@ pub(super) async fn attempt(
             }
             let failure = AttemptFailure::of(error, is_sent);
             if let Some(record) = &decision.record {
-                record.failed(failure.label());
+                failure.note(record);
             }
             failure
         }
@@ -280,13 +291,15 @@ fn note(
     decision: &Decision,
     failure: &AttemptFailure,
 ) {
+    let request_id = sending.asked.request_id.to_str().unwrap_or_default();
     match failure {
         AttemptFailure::TimedOutUnsent | AttemptFailure::TimedOut => {}
         AttemptFailure::Gone => {
-            tracing::debug!(backend = &*decision.name, error = %SendError::Gone, "attempt failed");
+            let error = SendError::Gone;
+            tracing::debug!(request_id, backend = &*decision.name, %error, "attempt failed");
         }
         AttemptFailure::OutOfConnections(error) => {
-            tracing::debug!(backend = &*decision.name, %error, "could not query backend");
+            tracing::debug!(request_id, backend = &*decision.name, %error, "could not query backend");
             proxy.pool.close_idle();
         }
         AttemptFailure::Unreachable(error)
@@ -296,7 +309,7 @@ fn note(
                 sending.watched.broke();
             }
             proxy.backends.report_failure(decision.backend.slot);
-            tracing::debug!(backend = &*decision.name, %error, "attempt failed");
+            tracing::debug!(request_id, backend = &*decision.name, %error, "attempt failed");
         }
     }
 }

@@ -31,6 +31,8 @@ pub struct DecisionLog {
     replica: ReplicaId,
     clock: Clock,
     entries_max: usize,
+    /// Whether requests have a record though none is kept.
+    is_always_made: bool,
     kept: Mutex<KeptRequests>,
 }
 
@@ -117,18 +119,28 @@ impl DecisionLog {
             replica,
             clock,
             entries_max,
+            is_always_made: false,
             kept: Mutex::default(),
         }
     }
 
-    /// Keeps a request; `None` where none is kept.
+    /// Makes records for the access log, also where none is kept.
+    #[must_use]
+    pub(super) fn for_access_log(self, is_always_made: bool) -> Self {
+        Self {
+            is_always_made,
+            ..self
+        }
+    }
+
+    /// Makes a request's record and keeps it; `None` where nobody would read it.
     pub(super) fn open(
         &self,
         request: &ClientRequest,
         id: &HeaderValue,
         path: &str,
     ) -> Option<Arc<RequestRecord>> {
-        if self.entries_max == 0 {
+        if self.entries_max == 0 && !self.is_always_made {
             return None;
         }
         let (at_ms, since) = (self.clock.unix_ms(), Instant::now());
@@ -154,6 +166,9 @@ impl DecisionLog {
             attempts: Mutex::default(),
             end: OnceLock::new(),
         };
+        if self.entries_max == 0 {
+            return Some(Arc::new(record(0)));
+        }
         let mut kept = self.lock();
         let record = Arc::new(record(kept.next_number));
         kept.next_number += 1;

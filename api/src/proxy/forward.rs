@@ -224,8 +224,6 @@ fn relay(
     let source = RespondingBackend {
         proxy: Arc::clone(proxy),
         slot: decision.backend.slot,
-        name: Arc::clone(&decision.name),
-        request_id: asked.request_id.clone(),
         watched: sending.watched.clone(),
     };
     let waits = ResponseTimeouts {

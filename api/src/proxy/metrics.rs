@@ -13,6 +13,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
+use super::access::{AccessEntry, EndedAccess};
 use super::budget::BudgetGuard;
 use super::clients::{ConnectionRequestGuard, UserRequestGuard};
 use super::decisions::RequestRecord;
@@ -44,7 +45,7 @@ pub enum RequestOutcome {
 }
 
 impl RequestOutcome {
-    fn label(self) -> &'static str {
+    pub(super) fn label(self) -> &'static str {
         match self {
             Self::Finished => "finished",
             Self::Local => "local",
@@ -242,8 +243,14 @@ pub(super) struct RequestMetricsGuard {
     code: u16,
     /// Code of the error that its client was told.
     failure: Option<&'static str>,
+    /// Why it failed, for the log.
+    cause: Option<String>,
+    /// From its last byte to the first one of the answer's body.
+    ttft: Option<Duration>,
     /// Where its end is noted.
     record: Option<Arc<RequestRecord>>,
+    /// Its line in the log.
+    access: Option<AccessEntry>,
     stage: RequestStage,
     /// Of its connection and its address.
     _turn: Option<ConnectionRequestGuard>,
@@ -274,7 +281,10 @@ impl RequestMetricsGuard {
             outcome: RequestOutcome::ClientLeft,
             code: 0,
             failure: None,
+            cause: None,
+            ttft: None,
             record: None,
+            access: None,
             stage: RequestStage::Reading,
             _turn: turn,
             counted: None,
@@ -304,9 +314,19 @@ impl RequestMetricsGuard {
         self.record = record;
     }
 
+    /// Its end leaves a line there.
+    pub(super) fn logs(&mut self, access: Option<AccessEntry>) {
+        self.access = access;
+    }
+
     /// Its client is told an error with this code.
     pub(super) fn fails(&mut self, code: &'static str) {
         self.failure = Some(code);
+    }
+
+    /// It fails for this reason, which may be told to operators.
+    pub(super) fn fails_because(&mut self, cause: String) {
+        self.cause = Some(cause);
     }
 
     /// Counts it as one of its model's.
@@ -342,9 +362,11 @@ impl RequestMetricsGuard {
         self.code = status.as_u16();
     }
 
-    pub(super) fn first_byte(&self) {
+    pub(super) fn first_byte(&mut self) {
         if let Some(read_at) = self.read_at {
-            self.metrics.time_to_first_byte.observe(read_at.elapsed());
+            let ttft = read_at.elapsed();
+            self.ttft = Some(ttft);
+            self.metrics.time_to_first_byte.observe(ttft);
         }
     }
 
@@ -367,12 +389,24 @@ impl Drop for RequestMetricsGuard {
             code,
             ..
         } = self;
-        metrics.duration.observe(started.elapsed());
+        let duration = started.elapsed();
+        metrics.duration.observe(duration);
         let labels = RequestLabels {
             outcome: *outcome,
             code: *code,
         };
         metrics.requests.get_or_create(&labels).inc();
+        if let Some(access) = &self.access {
+            access.end(&EndedAccess {
+                outcome: self.outcome,
+                status: self.code,
+                code: self.failure,
+                cause: self.cause.as_deref(),
+                ttft: self.ttft,
+                duration,
+                record: self.record.as_deref(),
+            });
+        }
     }
 }
 

@@ -19,6 +19,7 @@
 //! the policy's settings name) the backend under `session`, `x-quorate-priority` who goes first
 //! among requests that wait for a backend; all are passed on.
 
+mod access;
 mod addresses;
 mod ahead;
 mod attempt;
@@ -58,7 +59,6 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE};
@@ -69,6 +69,7 @@ use state::{Backend, StateView};
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
+pub use access::{ACCESS_TARGET, LoggedRequests};
 pub use addresses::{IpPrefix, IpPrefixError};
 pub(crate) use decisions::{DecidedAttempt, RequestEnd};
 pub use decisions::{DecisionLog, RequestRecord};
@@ -91,7 +92,7 @@ use crate::backends::Backends;
 use crate::backends::pool::Pool;
 use crate::error::{ProxyError, openai_response, rescue};
 use crate::routing::Router;
-use crate::seldom::Seldom;
+use access::AccessLog;
 use budget::RetryBudget;
 use clients::{ClientTable, ConnectionRequestGuard, UserRequests};
 use forward::{ForwardResult, forward};
@@ -106,10 +107,6 @@ use suspects::Suspects;
 
 /// Says that an answer is the last of its connection.
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
-/// The log has at most so many lines about answers that backends broke off ...
-const BROKEN_OFF_LINES: u32 = 10;
-/// ... in this time.
-const BROKEN_OFF_PERIOD: Duration = Duration::from_secs(10);
 
 /// What all connections of a data plane share.
 pub struct Proxy {
@@ -130,8 +127,7 @@ pub struct Proxy {
     users: Arc<UserRequests>,
     budget: Arc<RetryBudget>,
     suspects: Arc<Suspects>,
-    /// Lines of the log about answers that backends broke off.
-    broken_off: Seldom,
+    access: Arc<AccessLog>,
 }
 
 /// The body of an answer.
@@ -169,7 +165,10 @@ impl Proxy {
             settings.retry_concurrency_min,
         );
         let clock = router.clock().clone();
+        let is_logged = settings.logged_requests != LoggedRequests::Off;
         let decisions = DecisionLog::new(settings.replica, clock, settings.decisions_max);
+        let decisions = decisions.for_access_log(is_logged);
+        let access = AccessLog::new(settings.logged_requests);
         let settings = Arc::new(settings);
         let requests = RequestReader::new(router, Arc::clone(&settings));
         Self {
@@ -188,7 +187,7 @@ impl Proxy {
             users: Arc::new(users),
             budget: Arc::new(budget),
             suspects: Arc::new(Suspects::new()),
-            broken_off: Seldom::new(BROKEN_OFF_LINES, BROKEN_OFF_PERIOD),
+            access: Arc::new(access),
         }
     }
 
@@ -222,6 +221,7 @@ impl Proxy {
     ) -> Response<AnswerBody> {
         let mut ledger = RequestMetricsGuard::open(&self.metrics, Some(turn));
         let id = request_id(request.headers());
+        ledger.logs(self.access.begin(&id, request.method(), request.uri()));
         let span = tracing::debug_span!(
             "request",
             request_id = id.to_str().unwrap_or_default(),
@@ -256,7 +256,12 @@ impl Proxy {
                 local(response, outcome, ledger)
             }
             Err(failure) => {
-                ledger.fails(rescue(&failure).code);
+                let told = rescue(&failure);
+                ledger.fails(told.code);
+                if told.status.is_server_error() {
+                    // It quotes nothing of the request.
+                    ledger.fails_because(failure.to_string());
+                }
                 let mut response = openai_response(&failure);
                 if failure == ProxyError::BadKey && version <= Version::HTTP_11 {
                     // Whoever has no key has no claim to a connection.

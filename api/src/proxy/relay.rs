@@ -9,7 +9,6 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use http::HeaderValue;
 use http_body::{Body, Frame, SizeHint};
 use state::ids::Slot;
 use tokio::time::{Instant, Sleep, sleep_until};
@@ -87,12 +86,10 @@ impl BodyKind {
     }
 }
 
-/// Who answers, for the books and the log.
+/// Who answers, for the books.
 pub(super) struct RespondingBackend {
     pub(super) proxy: Arc<Proxy>,
     pub(super) slot: Slot,
-    pub(super) name: Arc<str>,
-    pub(super) request_id: HeaderValue,
     pub(super) watched: WatchedRequest,
 }
 
@@ -269,7 +266,7 @@ impl ResponseBody {
             }
             books
                 .ledger
-                .iter()
+                .iter_mut()
                 .for_each(RequestMetricsGuard::first_byte);
         }
     }
@@ -376,18 +373,10 @@ impl ResponseBody {
         let RespondingBackend {
             proxy,
             slot,
-            name,
-            request_id,
             watched,
         } = &self.source;
-        if let Some(suppressed) = proxy.broken_off.may_say() {
-            tracing::warn!(
-                backend = &**name,
-                request_id = request_id.to_str().unwrap_or_default(),
-                error = %why,
-                suppressed,
-                "backend broke off an answer"
-            );
+        if let Some(ledger) = &mut self.accounting.ledger {
+            ledger.fails_because(why.to_string());
         }
         if matches!(why, ResponseBodyError::Engine(_)) {
             proxy.backends.report_failure(*slot);

@@ -85,7 +85,7 @@ const CONTROL_PREFIXES: [&str; 6] = [
     "start_expert_distribution",
 ];
 
-/// Longest path repeated in an error, in bytes.
+/// Longest path repeated in an error or a line of the log, in bytes.
 const SHOWN_PATH_BYTES_MAX: usize = 256;
 
 /// What a request is for.
@@ -123,12 +123,15 @@ pub(super) fn route<'a>(
 
 /// No engine gets a request for this path.
 pub(super) fn unrouted(method: &Method, path: &str) -> ProxyError {
-    let mut path = path.to_owned();
-    path.truncate(path.floor_char_boundary(SHOWN_PATH_BYTES_MAX));
     ProxyError::UnknownRoute {
         method: method.as_str().to_owned(),
-        path,
+        path: shown_path(path).to_owned(),
     }
+}
+
+/// A path as errors and the log repeat it.
+pub(super) fn shown_path(path: &str) -> &str {
+    &path[..path.floor_char_boundary(SHOWN_PATH_BYTES_MAX)]
 }
 
 fn is_routed(settings: &ProxySettings, path: &str) -> bool {

@@ -9,6 +9,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::ids::ReplicaId;
 
+use super::access::LoggedRequests;
 use super::addresses::IpPrefix;
 use super::expose::Expose;
 use super::fields::{FieldRules, HeaderRules};
@@ -62,6 +63,8 @@ pub struct ProxySettings {
     pub extra_paths: Vec<String>,
     /// Most requests whose decisions are kept, see [`DecisionLog`](super::DecisionLog); 0: none.
     pub decisions_max: usize,
+    /// Which requests leave a line in the log.
+    pub logged_requests: LoggedRequests,
     /// Connections to the engines.
     pub pool: PoolSettings,
 }
@@ -209,6 +212,7 @@ impl ProxySettings {
             usage_splice: UsageRequest::default(),
             extra_paths: Vec::new(),
             decisions_max: DECISIONS_MAX,
+            logged_requests: LoggedRequests::default(),
             pool: PoolSettings::default(),
         }
     }

@@ -7,6 +7,7 @@
 //! their scores, since a score may depend on candidates that are not kept.
 
 use std::collections::BTreeMap;
+use std::error::Error;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -24,6 +25,8 @@ use super::{AttemptEnd, Usage, session};
 
 /// Most backends kept of one decision.
 pub const SEEN_MAX: usize = 64;
+/// Longest text kept of why there was no answer, in bytes.
+const DETAIL_BYTES_MAX: usize = 200;
 
 /// One decision as it was made, and what came of its attempt.
 #[derive(Debug)]
@@ -46,6 +49,8 @@ pub struct DecisionRecord {
     status: AtomicU16,
     /// Why there was no answer.
     failure: OnceLock<&'static str>,
+    /// What the operating system or the protocol said of that.
+    detail: OnceLock<Box<str>>,
     report: OnceLock<AttemptReport>,
 }
 
@@ -213,6 +218,7 @@ impl DecisionRecord {
             scores,
             status: AtomicU16::new(0),
             failure: OnceLock::new(),
+            detail: OnceLock::new(),
             report: OnceLock::new(),
         }
     }
@@ -253,6 +259,15 @@ impl DecisionRecord {
         self.failure.get_or_init(|| why);
     }
 
+    /// No answer came, for a reason that has a text of its own.
+    pub fn failed_with(&self, why: &'static str, error: &dyn Error) {
+        self.failed(why);
+        self.detail.get_or_init(|| {
+            let text = error.to_string();
+            text[..text.floor_char_boundary(DETAIL_BYTES_MAX)].into()
+        });
+    }
+
     /// The attempt is over.
     pub(super) fn report(&self, report: AttemptReport) {
         self.report.get_or_init(|| report);
@@ -268,6 +283,12 @@ impl DecisionRecord {
     #[must_use]
     pub fn failure(&self) -> Option<&'static str> {
         self.failure.get().copied()
+    }
+
+    /// What else is known of why there was no answer.
+    #[must_use]
+    pub fn detail(&self) -> Option<&str> {
+        self.detail.get().map(|detail| &**detail)
     }
 
     /// What the attempt came to, once it is over.

@@ -16,6 +16,7 @@ use api::clock::Clock;
 use api::divergence::Digests;
 use api::events::EventBus;
 use api::ports::{Cluster, Propose};
+use api::proxy::LoggedRequests;
 use api::routing::{OutboxSettings, OutboxStatus, Router, RouterParts};
 use raft::{Replica, StartError, Storage, Transport};
 use state::ids::SessionId;
@@ -132,8 +133,9 @@ impl CoreParts {
             select: config.select.clone(),
             clock,
         });
+        let is_logged = config.log.access != LoggedRequests::Off;
         let router = Arc::new(match config.admin.decisions {
-            0 => router,
+            0 if !is_logged => router,
             _ => router.recording(),
         });
         let admission = Admission::new(&router).codel_target(config.codel_target);

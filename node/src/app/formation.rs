@@ -169,6 +169,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.fields = config.fields.clone();
     settings.strip_headers = config.strip_headers.clone();
     settings.decisions_max = to_usize(config.admin.decisions);
+    settings.logged_requests = config.log.access;
     settings
 }
 

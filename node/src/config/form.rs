@@ -221,9 +221,15 @@ fn is_url_path(text: &str) -> bool {
     text.starts_with('/') && text.parse::<http::uri::PathAndQuery>().is_ok()
 }
 
+/// A bare word is a level: as a target it would silence all others.
 fn is_log_filter(text: &str) -> bool {
-    !text.trim().is_empty() && EnvFilter::builder().parse(text).is_ok()
+    let mut directives = text.split(',').map(str::trim);
+    let is_meant = |it: &str| it.contains(['=', '[', ']']) || LOG_LEVELS.contains(&it);
+    directives.all(|it| is_meant(&it.to_ascii_lowercase()))
+        && EnvFilter::builder().parse(text).is_ok()
 }
+
+const LOG_LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 
 #[cfg(test)]
 mod tests {
@@ -238,6 +244,16 @@ mod tests {
         assert_eq!(Size::read("7"), Some(7));
         for wrong in ["", "MiB", "-1", "1.5MiB", "99999999999GiB", "1mib", "0"] {
             assert_eq!(Size::read(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_misspelt_level_is_no_filter() {
+        for right in ["info", "WARN", "off", "warn,raft=debug", "raft=debug"] {
+            assert!(is_log_filter(right), "{right}");
+        }
+        for wrong in ["", "inof", "info,", "info,raft", "raft=debgu", "inof,raft=debug"] {
+            assert!(!is_log_filter(wrong), "{wrong}");
         }
     }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use api::proxy::{
-    Charges, Expose, IpPrefix, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS, UsageRequest,
+    Charges, Expose, IpPrefix, LoggedRequests, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS, UsageRequest,
 };
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -250,6 +250,10 @@ pub struct LogConfig {
     /// Log level, or a filter such as `info,raft=debug`.
     #[default(Parsed("info".to_owned()))]
     pub level: Parsed<LogFilter>,
+    /// Access log: `off`, `errors` (a line per request that was answered with a 4xx or 5xx or whose
+    /// answer broke off, at most 20 of either kind per second) or `all` (a line per request). Its
+    /// target is `quorate::access`, its fields are in docs/reference/access-log.md.
+    pub access: LoggedRequests,
 }
 
 /// Format of log lines.

@@ -373,6 +373,29 @@ pub enum Reason {
     Explore,
 }
 
+impl Reason {
+    /// Returns its name, as `explain` spells it.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::OnlyCandidate => "only-candidate",
+            Self::LeastCost => "least-cost",
+            Self::LeastRequests => "least-requests",
+            Self::Jitter => "jitter",
+            Self::Imbalanced => "imbalanced",
+            Self::LongestPrefix => "longest-prefix",
+            Self::BestScore => "best-score",
+            Self::Ring => "ring",
+            Self::Session => "session",
+            Self::Turn => "turn",
+            Self::LeastKv => "least-kv",
+            Self::UserShare => "user-share",
+            Self::Exploit => "exploit",
+            Self::Explore => "explore",
+        }
+    }
+}
+
 /// One candidate's score as `explain` shows it. Candidates are compared by tier, score and second
 /// score, in that order; lower is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
