@@ -7,7 +7,7 @@
 
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_TYPE, RETRY_AFTER};
+use http::header::{ACCEPT_ENCODING, ALLOW, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderName, HeaderValue, StatusCode};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -113,6 +113,32 @@ pub enum ProxyError {
     UnknownModel {
         /// Model of the request, shortened.
         model: String,
+    },
+    /// No engine has room for a prompt of this length. The words are those that clients look for.
+    #[error(
+        "This model's maximum context length is {tokens_max} tokens. However, your request has \
+         about {tokens} input tokens. Please reduce the length of the input."
+    )]
+    ContextTooLong {
+        /// Tokens of the prompt, estimated where they are not known.
+        tokens: u64,
+        /// Tokens of the longest prompt.
+        tokens_max: u64,
+    },
+    /// The body is compressed.
+    #[error("content-encoding {encoding:?} is not supported; send the body uncompressed")]
+    UnsupportedEncoding {
+        /// The encoding, shortened.
+        encoding: String,
+    },
+    /// The client asks for a websocket.
+    #[error("websockets are not supported; POST with `\"stream\": true` answers in pieces")]
+    NoWebsockets,
+    /// No engine has stored a response with this id.
+    #[error("no response with id {id:?} is stored")]
+    UnknownResponse {
+        /// Id of the request's path.
+        id: String,
     },
     /// The body exceeds the limit.
     #[error("the body is larger than {bytes_max} bytes")]
@@ -231,6 +257,14 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::WrongMethod { .. } => (405, "invalid_request_error", "method_not_supported"),
         ProxyError::UnknownModel { .. } => (404, "invalid_request_error", "model_not_found"),
         ProxyError::BodyTooLarge { .. } => (413, "invalid_request_error", "request_too_large"),
+        ProxyError::ContextTooLong { .. } => {
+            (400, "invalid_request_error", "context_length_exceeded")
+        }
+        ProxyError::UnsupportedEncoding { .. } => {
+            (415, "invalid_request_error", "unsupported_content_encoding")
+        }
+        ProxyError::NoWebsockets => (501, "invalid_request_error", "websockets_not_supported"),
+        ProxyError::UnknownResponse { .. } => (404, "invalid_request_error", "response_not_found"),
         ProxyError::BodyTimeout => (408, "invalid_request_error", "request_timeout"),
         ProxyError::BadExpectation => (417, "invalid_request_error", "expectation_failed"),
         ProxyError::AddressAtLimit | ProxyError::UserAtLimit => {
@@ -338,6 +372,10 @@ pub fn openai_response(failure: &ProxyError) -> http::Response<Bytes> {
     }
     if let ProxyError::WrongMethod { allowed } = failure {
         headers.insert(ALLOW, HeaderValue::from_static(allowed));
+    }
+    if let ProxyError::UnsupportedEncoding { .. } = failure {
+        // RFC 9110, 15.5.16.
+        headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
     }
     response
 }

@@ -100,8 +100,7 @@ mod tests {
     #[test]
     fn what_clients_can_make_h2_say_is_told_only_where_it_is_asked_for() {
         let is_told = |told: &str| {
-            let is_told =
-                || tracing::enabled!(target: "h2::proto::streams::streams", Level::WARN);
+            let is_told = || tracing::enabled!(target: "h2::proto::streams::streams", Level::WARN);
             with_filter(&log(told, LoggedRequests::Off), is_told)
         };
         assert!(!is_told("info"));

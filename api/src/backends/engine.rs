@@ -4,6 +4,7 @@
 //! the fullest rank counts. Figures that an engine does not export are `None`.
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use state::command::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 
 use super::text::{self, MetricsPageError, Sample};
@@ -131,13 +132,57 @@ struct ModelList {
 #[derive(Deserialize)]
 struct ListedModel {
     id: String,
+    // Engines may write these as they like.
+    #[serde(default)]
+    root: Value,
+    #[serde(default)]
+    parent: Value,
+    #[serde(default)]
+    max_model_len: Value,
+    #[serde(default)]
+    permission: Value,
 }
 
-/// Reads the model ids of an OpenAI model list, sorted and without duplicates.
+/// Longest text or permission of a model that is kept, in bytes.
+const KEPT_BYTES_MAX: usize = 1024;
+
+/// A model as its engine lists it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineModel {
+    /// Its id.
+    pub id: String,
+    /// What its weights are named, or where they are.
+    pub root: Option<String>,
+    /// The model that it adapts.
+    pub parent: Option<String>,
+    /// Tokens of the longest context.
+    pub max_model_len: Option<u64>,
+    /// Permissions, a list of objects.
+    pub permission: Option<Value>,
+}
+
+impl From<ListedModel> for EngineModel {
+    fn from(listed: ListedModel) -> Self {
+        let text = |value: Value| match value {
+            Value::String(text) if text.len() <= KEPT_BYTES_MAX => Some(text),
+            _ => None,
+        };
+        let is_kept = |value: &Value| value.is_array() && value.to_string().len() <= KEPT_BYTES_MAX;
+        Self {
+            id: listed.id,
+            root: text(listed.root),
+            parent: text(listed.parent),
+            max_model_len: listed.max_model_len.as_u64(),
+            permission: Some(listed.permission).filter(is_kept),
+        }
+    }
+}
+
+/// Reads an OpenAI model list, sorted by id and without duplicates.
 ///
 /// # Errors
 /// [`ModelListError`] if it is not such a list or exceeds a bound.
-pub(super) fn read_models(body: &[u8]) -> Result<Vec<String>, ModelListError> {
+pub(super) fn read_models(body: &[u8]) -> Result<Vec<EngineModel>, ModelListError> {
     let list: ModelList =
         serde_json::from_slice(body).map_err(|fault| ModelListError(fault.to_string()))?;
     if list.data.len() > MODELS_PER_ENGINE_MAX {
@@ -146,19 +191,19 @@ pub(super) fn read_models(body: &[u8]) -> Result<Vec<String>, ModelListError> {
             list.data.len()
         )));
     }
-    let mut models: Vec<String> = list.data.into_iter().map(|model| model.id).collect();
+    let mut models: Vec<EngineModel> = list.data.into_iter().map(EngineModel::from).collect();
     if let Some(bad) = models
         .iter()
-        .find(|id| id.is_empty() || id.len() > NAME_BYTES_MAX)
+        .find(|it| it.id.is_empty() || it.id.len() > NAME_BYTES_MAX)
     {
         return Err(ModelListError(format!(
             "a model id of {} bytes, expected 1 to {NAME_BYTES_MAX}",
-            bad.len()
+            bad.id.len()
         )));
     }
-    models.sort_unstable();
-    models.dedup();
-    let bytes: usize = models.iter().map(String::len).sum();
+    models.sort_by(|a, b| a.id.cmp(&b.id));
+    models.dedup_by(|a, b| a.id == b.id);
+    let bytes: usize = models.iter().map(|it| it.id.len()).sum();
     if bytes > LIST_BYTES_MAX {
         return Err(ModelListError(format!(
             "model ids of {bytes} bytes together, expected at most {LIST_BYTES_MAX}"
@@ -238,10 +283,28 @@ mod tests {
     }
 
     #[test]
+    fn what_an_engine_says_of_a_model_is_kept_where_it_has_the_form() {
+        let long = "x".repeat(KEPT_BYTES_MAX + 1);
+        let body = format!(
+            r#"{{"data":[{{"id":"a","root":"org/a","parent":null,"max_model_len":4096,"permission":[{{"id":"p"}}]}},
+            {{"id":"b","root":7,"parent":"a","max_model_len":"long","permission":["{long}"]}}]}}"#
+        );
+        let models = read_models(body.as_bytes()).unwrap();
+        assert_eq!(models[0].root.as_deref(), Some("org/a"));
+        assert_eq!(models[0].max_model_len, Some(4096));
+        assert!(models[0].permission.is_some() && models[0].parent.is_none());
+        assert_eq!((&models[1].root, models[1].max_model_len), (&None, None));
+        assert_eq!(models[1].parent.as_deref(), Some("a"));
+        assert_eq!(models[1].permission, None);
+    }
+
+    #[test]
     fn a_model_list_is_sorted_and_bounded() {
         let body =
             br#"{"object":"list","data":[{"id":"b","object":"model"},{"id":"a"},{"id":"b"}]}"#;
-        assert_eq!(read_models(body).unwrap(), ["a", "b"]);
+        let models = read_models(body).unwrap();
+        let ids: Vec<_> = models.iter().map(|model| &*model.id).collect();
+        assert_eq!(ids, ["a", "b"]);
         for bad in [
             &b"<html>"[..],
             b"[]",

@@ -25,7 +25,7 @@ pub fn engine_metrics(bytes: &[u8]) {
 pub fn engine_models(bytes: &[u8]) {
     if let Ok(models) = read_models(bytes) {
         assert!(models.len() <= MODELS_PER_ENGINE_MAX);
-        assert!(models.is_sorted());
+        assert!(models.is_sorted_by_key(|model| &model.id));
     }
 }
 

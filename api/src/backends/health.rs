@@ -11,7 +11,7 @@ use serde::Serialize;
 use state::command::EngineFacts;
 use state::ids::Slot;
 
-use super::engine::EngineMetrics;
+use super::engine::{EngineMetrics, EngineModel};
 use crate::sync::{ArcSwapOption, AtomicU64, Mutex, MutexGuard, Notify, Ordering};
 
 /// Number of consecutive failed probes after which a backend gets no more requests.
@@ -113,6 +113,9 @@ pub struct ProbeRecord {
     pub metrics: EngineMetrics,
     /// Model ids of its last model list.
     pub models: Option<Vec<String>>,
+    /// What it says of them.
+    #[serde(skip)]
+    pub listed: Option<Arc<[EngineModel]>>,
     /// Facts last reported to the cluster by this replica.
     pub told: Option<EngineFacts>,
     /// Tokens per block of its model, where the engine's own blocks cannot be told in them.

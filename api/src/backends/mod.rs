@@ -40,7 +40,7 @@ use tokio_util::sync::CancellationToken;
 pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
-pub use engine::{EngineMetrics, MODELS_PER_ENGINE_MAX};
+pub use engine::{EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX};
 pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::EngineKeys;
@@ -180,6 +180,12 @@ impl Backends {
     #[must_use]
     pub fn record(&self, slot: Slot) -> Option<ProbeRecord> {
         self.board.record(slot)
+    }
+
+    /// Returns what the engine in `slot` says of a model; `None` if it does not list it.
+    pub(crate) fn listed(&self, slot: Slot, model: &str) -> Option<EngineModel> {
+        let listed = self.board.record(slot)?.listed?;
+        listed.iter().find(|it| it.id == model).cloned()
     }
 
     /// Returns a counter of changes, for waiting until a backend is healthy or gone.

@@ -171,9 +171,12 @@ impl Probe {
             engine::read_models(&answer.body).map_err(|fault| fault.to_string())
         });
         match read {
-            Ok(models) => {
-                self.stay
-                    .update(|record| record.models = Some(models.clone()));
+            Ok(listed) => {
+                let models: Vec<_> = listed.iter().map(|model| model.id.clone()).collect();
+                self.stay.update(|record| {
+                    record.models = Some(models.clone());
+                    record.listed = Some(listed.into());
+                });
                 Some(models)
             }
             Err(why) => {

@@ -18,6 +18,7 @@
 
 mod borrowed;
 mod flatten;
+mod form;
 mod further;
 mod identify;
 mod lax;
@@ -36,6 +37,7 @@ use state::prefix::ChainRoot;
 use state::ratios::TokenRatio;
 
 pub use flatten::append_reply;
+pub use form::{FormFields, read_form};
 pub use further::{BodyMember, FurtherFields, MEMBERS_MAX, members, name_hash};
 pub use read::{is_read, parse, parse_routed};
 pub use reader::{ParsedRequest, PromptReader, ReadError, ReadRequest};
@@ -71,7 +73,7 @@ pub struct ParsedBody {
     /// Whether `stream_options` is nothing that can be read: it goes to an engine as it is.
     pub are_options_unclear: bool,
     /// Right behind the body's opening brace: where `"stream_options":{...},` may be inserted when
-    /// both spans are `None` (the object is never empty, it has a `model`).
+    /// both spans are `None` (the object of a stream is never empty, it has a `stream`).
     pub insert_at: usize,
     /// The fields that the router does not read.
     pub further: FurtherFields,

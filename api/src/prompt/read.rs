@@ -27,6 +27,20 @@ use super::{BodyRejection, ParsedBody, Prompt, PromptBatch, ReplyShape};
 /// # Errors
 /// [`BodyRejection`] for malformed JSON, a missing or ill-typed `model`, ill-typed known fields.
 pub fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
+    let parsed = read(path, body)?;
+    if parsed.model.is_empty() {
+        return Err(no_model());
+    }
+    Ok(parsed)
+}
+
+/// The rejection of a body that names no model.
+pub(super) fn no_model() -> BodyRejection {
+    wrong_model("model is missing, expected a model id")
+}
+
+/// Reads a body; one that names no model has an empty one.
+fn read(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     let text = std::str::from_utf8(body).map_err(|error| BodyRejection {
         message: format!(
             "body is not UTF-8 at byte {}, expected a JSON object in UTF-8",
@@ -57,11 +71,12 @@ pub fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
 
 /// Reads a body posted to `path` for routing: where the engine answers without running its model
 /// (counting and rendering tokens), the body has no prompt, so nothing is charged or held cached.
+/// The model of a body that names none is empty.
 ///
 /// # Errors
-/// As [`parse`].
+/// As [`parse`], but for a missing `model`.
 pub fn parse_routed(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
-    let mut parsed = parse(path, body)?;
+    let mut parsed = read(path, body)?;
     if is_uncomputed(path) {
         parsed.prompt = Prompt::default();
         parsed.batch = PromptBatch::default();
@@ -168,8 +183,8 @@ impl BodyFields<'_> {
     fn finish(self, surface: PromptField, text: &str) -> Result<ParsedBody, BodyRejection> {
         let model = match self.model {
             Some(model) if !model.is_empty() => model.into_owned(),
-            Some(_) => return Err(no_model("model: is empty, expected a model id")),
-            None => return Err(no_model("model is missing, expected a model id")),
+            Some(_) => return Err(wrong_model("model: is empty, expected a model id")),
+            None => String::new(),
         };
         let prompt = match (self.messages, self.plain) {
             (_, Some(plain)) => plain,
@@ -222,7 +237,7 @@ impl BodyFields<'_> {
     }
 }
 
-fn no_model(message: &str) -> BodyRejection {
+fn wrong_model(message: &str) -> BodyRejection {
     BodyRejection {
         message: message.to_owned(),
         param: Some("model".to_owned()),

@@ -27,13 +27,14 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::read::no_model;
 use super::{
-    BlockUnit, BodyRejection, EncodeError, Encoded, EngineTokenizer, Fallback, ModelSettings,
-    ParsedBody, Prompt, PromptIdentity, TokenizeRequest, TokenizeResult, Tokenizer,
+    BlockUnit, BodyRejection, EncodeError, Encoded, EngineTokenizer, Fallback, FormFields,
+    ModelSettings, ParsedBody, Prompt, PromptIdentity, TokenizeRequest, TokenizeResult, Tokenizer,
     TokenizerContent, parse_routed, question,
 };
-use crate::backends::Backends;
 use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
+use crate::backends::{Backends, named_models};
 
 /// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
 /// connections of the same thread waiting and go to the blocking pool.
@@ -196,9 +197,44 @@ impl PromptReader {
     }
 
     fn parse_here(&self, path: &str, body: &Bytes) -> Result<ParsedRequest, BodyRejection> {
-        let parsed = parse_routed(path, body)?;
+        self.routed(parse_routed(path, body)?)
+    }
+
+    /// A request with a form in place of a JSON body. It has no prompt that could be cached.
+    ///
+    /// # Errors
+    /// [`BodyRejection`], where it names no model and there are several.
+    pub fn of_form(&self, form: FormFields) -> Result<ReadRequest, BodyRejection> {
+        let parsed = ParsedBody {
+            model: form.model.unwrap_or_default(),
+            user: form.user,
+            stream: form.is_stream,
+            choices: 1,
+            ..ParsedBody::default()
+        };
+        let ParsedRequest { parsed, identity } = self.routed(parsed)?;
+        Ok(ReadRequest {
+            parsed,
+            identity,
+            ids: Vec::new(),
+        })
+    }
+
+    /// The request with its model's name, where it has none the only one's.
+    fn routed(&self, mut parsed: ParsedBody) -> Result<ParsedRequest, BodyRejection> {
+        if parsed.model.is_empty() {
+            parsed.model = self.only_model().ok_or_else(no_model)?;
+        }
         let identity = self.identify(&parsed);
         Ok(ParsedRequest { parsed, identity })
+    }
+
+    /// The model that all backends serve, if there is no other.
+    fn only_model(&self) -> Option<String> {
+        let registry = self.view.registry();
+        let mut models = registry.backends.iter().flat_map(named_models);
+        let first = models.next()?;
+        models.all(|other| other == first).then(|| first.to_owned())
     }
 
     /// Identifies the prompt of a request that was parsed from `body` by its tokens, where its

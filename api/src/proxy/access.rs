@@ -8,12 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderValue, Method, Uri};
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
 
 use super::decisions::{DecidedAttempt, RequestRecord};
-use super::metrics::RequestOutcome;
 use super::routes::shown_path;
+use super::settings::LoggedRequests;
 use crate::routing::AttemptReport;
 use crate::seldom::Seldom;
 
@@ -24,19 +22,6 @@ pub const ACCESS_TARGET: &str = "quorate::access";
 const ERROR_LINES: u32 = 20;
 /// ... in this time, unless it has a line of every request.
 const ERROR_PERIOD: Duration = Duration::from_secs(1);
-
-/// Which requests leave a line in the log.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum LoggedRequests {
-    /// None.
-    Off,
-    /// Those that were answered with an error, or whose answer broke off.
-    #[default]
-    Errors,
-    /// All.
-    All,
-}
 
 /// Writes the lines of one data plane.
 pub(super) struct AccessLog {
@@ -57,7 +42,9 @@ pub(super) struct AccessEntry {
 
 /// How a request ended, as its line tells it.
 pub(super) struct EndedAccess<'a> {
-    pub(super) outcome: RequestOutcome,
+    /// As `quorate_proxy_requests_total` counts it.
+    pub(super) outcome: &'static str,
+    pub(super) is_broken_off: bool,
     /// Status its client was told; 0: none.
     pub(super) status: u16,
     /// Code of the error it was told.
@@ -110,7 +97,7 @@ impl AccessLog {
 
 impl EndedAccess<'_> {
     fn is_failure(&self) -> bool {
-        self.status >= 500 || self.outcome == RequestOutcome::BrokenOff
+        self.status >= 500 || self.is_broken_off
     }
 }
 
@@ -123,7 +110,7 @@ macro_rules! line {
             method = $entry.method.as_str(),
             path = shown_path($entry.uri.path()),
             status = $end.status,
-            outcome = $end.outcome.label(),
+            outcome = $end.outcome,
             code = $end.code,
             cause = $decided.cause,
             user = $decided.user,

@@ -388,7 +388,7 @@ async fn send(
 
 /// Reads a refusal, so that it can be passed on if no other backend is tried. `None`: it is too
 /// long, or does not come in time.
-async fn read_refusal(response: Response<EngineBody>) -> Option<Response<Bytes>> {
+pub(super) async fn read_refusal(response: Response<EngineBody>) -> Option<Response<Bytes>> {
     let (mut head, body) = response.into_parts();
     let bytes_max = usize::try_from(ERROR_BYTES_MAX).unwrap_or(usize::MAX);
     let body = timeout(REFUSAL_TIMEOUT, Limited::new(body, bytes_max).collect());

@@ -9,6 +9,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use super::dialect::{ANTHROPIC_REQUEST_ID, Dialect};
 use super::headers::REQUEST_ID;
 use crate::routing::{Decision, POLICY};
 
@@ -17,6 +18,8 @@ const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
 const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
 const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
 const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
+/// Headers of the request that the config gives no effect.
+const IGNORED: HeaderName = HeaderName::from_static("x-quorate-ignored");
 
 /// Which headers are added to answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
@@ -24,7 +27,7 @@ const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
 pub enum Expose {
     /// None.
     None,
-    /// `x-request-id` and `x-quorate-replica`.
+    /// `x-request-id` and `x-quorate-replica`, and `x-quorate-ignored` where there is cause.
     #[default]
     Basic,
     /// These and, of an answer that is no refusal, the decision: `x-quorate-backend`, `-policy`,
@@ -47,12 +50,28 @@ impl Expose {
     }
 
     /// Adds to any answer who it is from and what it is the answer to.
-    pub(super) fn origin(self, headers: &mut HeaderMap, id: HeaderValue, replica: &HeaderValue) {
+    pub(super) fn origin(
+        self,
+        headers: &mut HeaderMap,
+        dialect: Dialect,
+        id: HeaderValue,
+        replica: &HeaderValue,
+    ) {
         if self == Self::None {
             headers.remove(REQUEST_ID);
         } else {
+            if dialect == Dialect::Anthropic {
+                headers.insert(ANTHROPIC_REQUEST_ID, id.clone());
+            }
             headers.insert(REQUEST_ID, id);
             headers.insert(REPLICA, replica.clone());
+        }
+    }
+
+    /// Adds to any answer which headers of its request had no effect.
+    pub(super) fn ignored(self, headers: &mut HeaderMap, ignored: Option<HeaderValue>) {
+        if let Some(ignored) = ignored.filter(|_| self != Self::None) {
+            headers.insert(IGNORED, ignored);
         }
     }
 }
@@ -96,7 +115,7 @@ mod tests {
         for (expose, count) in [(Expose::None, 0), (Expose::Basic, 2), (Expose::Full, 2)] {
             let mut headers = HeaderMap::new();
             headers.insert(REQUEST_ID, HeaderValue::from_static("an engine's"));
-            expose.origin(&mut headers, id.clone(), &replica);
+            expose.origin(&mut headers, Dialect::OpenAi, id.clone(), &replica);
             assert_eq!(headers.len(), count, "{expose:?}");
         }
     }

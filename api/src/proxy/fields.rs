@@ -90,6 +90,20 @@ impl FieldRules {
     }
 }
 
+impl FieldRules {
+    /// Refuses a form with a field that is refused or stripped: forms go to engines as they are.
+    pub(super) fn check_form(&self, names: &[String]) -> Result<(), ProxyError> {
+        let is_ruled = |name: &&String| self.refused.contains(name) || self.stripped.contains(name);
+        match names.iter().find(is_ruled) {
+            None => Ok(()),
+            Some(name) => Err(ProxyError::BadRequest {
+                message: format!("{name}: is not taken from clients here"),
+                param: Some(name.clone()),
+            }),
+        }
+    }
+}
+
 /// `text` without some of its members.
 fn without(
     text: &str,

@@ -9,8 +9,8 @@
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
-use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
-use http::{HeaderMap, HeaderValue, Response, StatusCode, Uri, Version};
+use http::header::{CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Uri, Version, response};
 use state::ids::Slot;
 use state::quotas::LimitKind;
 use tokio::time::Instant;
@@ -20,9 +20,11 @@ use super::Proxy;
 use super::ahead::ReadAheadBounds;
 use super::attempt::{AttemptResult, NotRun, OutgoingRequest, attempt};
 use super::beginning::is_framed;
+use super::dialect::Dialect;
 use super::durable::WithheldEnd;
 use super::headers::clean_answer;
 use super::metrics::RequestMetricsGuard;
+use super::models::context_tokens_max;
 use super::proxied::ProxiedRequest;
 use super::relay::{
     BodyKind, RespondingBackend, ResponseBody, ResponseTimeouts, SharedResponseBody,
@@ -34,6 +36,9 @@ use crate::backends::pool::EngineBody;
 use crate::error::{ProxyError, SHOULD_RETRY};
 use crate::prompt::{ParsedBody, ReplyShape};
 use crate::routing::{Attempt, AttemptEnd, Decision, HiddenOutput, RoutingRejection};
+
+/// Tells nginx whether to hold an answer back until its buffer is full.
+const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 
 /// Least and most time after which a refused client is asked to come back, before jitter.
 const RETRY_AFTER_MS_LEAST: u64 = 1000;
@@ -83,7 +88,7 @@ pub(super) async fn forward(
         let arrived = Instant::now();
         let admitted = match proxy.admission.admit(asked, &excluded).await {
             Ok(admitted) => admitted,
-            Err(why) => return last.map_or(Err(refusal(why, asked)), give_up),
+            Err(why) => return last.map_or_else(|| Err(refusal(proxy, why, asked)), give_up),
         };
         let (decision, mut taken) = admitted.into_parts();
         if let Some(record) = &asked.record {
@@ -124,7 +129,7 @@ fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
 }
 
 /// Why a request was not admitted, as its client is told.
-fn refusal(why: AdmissionRejection, asked: &ProxiedRequest) -> ProxyError {
+fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> ProxyError {
     match why {
         AdmissionRejection::NoBackend(RoutingRejection::UnknownModel) => ProxyError::UnknownModel {
             model: shown(&asked.parsed.model),
@@ -132,10 +137,7 @@ fn refusal(why: AdmissionRejection, asked: &ProxiedRequest) -> ProxyError {
         AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => ProxyError::NoneHealthy,
         AdmissionRejection::NoBackend(RoutingRejection::NoneSelected) => ProxyError::NoneSelected,
         AdmissionRejection::NoBackend(RoutingRejection::AllTried) => ProxyError::Unreachable,
-        AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => ProxyError::BadRequest {
-            message: "the prompt is larger than the cache of any backend".to_owned(),
-            param: None,
-        },
+        AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => too_long(proxy, asked),
         AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => ProxyError::Overloaded,
         AdmissionRejection::OverLimit(over) => ProxyError::OverLimit {
             limit: match over.limit {
@@ -160,6 +162,20 @@ fn refusal(why: AdmissionRejection, asked: &ProxiedRequest) -> ProxyError {
             retry_after_ms: jittered(retry_after_ms, asked),
         },
         AdmissionRejection::Leaving => ProxyError::Leaving,
+    }
+}
+
+/// No engine has room for the request's prompt.
+fn too_long(proxy: &Proxy, asked: &ProxiedRequest) -> ProxyError {
+    let identity = &asked.identity;
+    let tokens = u64::from(identity.tokens);
+    let registry = proxy.view.registry();
+    let (model, per_block) = (&asked.parsed.model, identity.tail.tokens_per_block);
+    let longest = context_tokens_max(&registry, &proxy.backends, model, per_block);
+    ProxyError::ContextTooLong {
+        tokens,
+        // Those that were too small may be gone by now.
+        tokens_max: longest.unwrap_or(0),
     }
 }
 
@@ -190,7 +206,8 @@ fn relay(
 ) -> Response<SharedResponseBody> {
     let asked = sending.asked;
     let (mut head, body) = response.into_parts();
-    let content = content(head.status, &head.headers, asked.head.uri.path(), wanted);
+    let dialect = Dialect::of(asked.head.uri.path());
+    let content = content(head.status, &head.headers, dialect, wanted);
     let attempt = match content {
         BodyKind::Error { .. } => {
             attempt.end(end_of_error(proxy, head.status), Instant::now());
@@ -209,25 +226,42 @@ fn relay(
             Some(attempt)
         }
     };
-    clean_answer(&mut head.headers);
+    clean_head(&mut head, &content);
     if !head.status.is_success() && end_of_error(proxy, head.status) == AttemptEnd::Failed {
         let told = head.headers.entry(SHOULD_RETRY);
         told.or_insert(HeaderValue::from_static("false"));
     }
-    if let BodyKind::Events { .. } = content {
-        head.headers.remove(CONTENT_LENGTH);
-    }
-    // A hop's own: with an engine's HTTP/1.0 the client's stream would lose its framing.
-    head.version = Version::default();
     let expose = proxy.settings.expose;
     expose.decision(&mut head.headers, head.status, decision);
     let source = RespondingBackend {
         proxy: Arc::clone(proxy),
         slot: decision.backend.slot,
-        watched: sending.watched.clone(),
+        watched: Some(sending.watched.clone()),
     };
-    let waits = ResponseTimeouts {
-        first_byte_by: sending.first_byte_by,
+    let waits = timeouts(proxy, sending.first_byte_by);
+    let relay = ResponseBody::new(body, content, attempt, source, waits);
+    Response::from_parts(head, Arc::new(Mutex::new(relay)))
+}
+
+/// The head of an engine's answer as it goes on to a client.
+pub(super) fn clean_head(head: &mut response::Parts, content: &BodyKind) {
+    clean_answer(&mut head.headers);
+    if let BodyKind::Events { .. } = content {
+        head.headers.remove(CONTENT_LENGTH);
+        // Servers in front of this one keep neither the whole nor parts of it.
+        let caching = head.headers.entry(CACHE_CONTROL);
+        caching.or_insert(HeaderValue::from_static("no-cache"));
+        let buffering = head.headers.entry(ACCEL_BUFFERING);
+        buffering.or_insert(HeaderValue::from_static("no"));
+    }
+    // A hop's own: with an engine's HTTP/1.0 the client's stream would lose its framing.
+    head.version = Version::default();
+}
+
+/// How long an answer is waited for.
+pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeouts {
+    ResponseTimeouts {
+        first_byte_by,
         answer_idle: proxy.settings.timeouts.answer_idle,
         withheld: WithheldEnd::new(proxy.settings.charges),
         ahead: ReadAheadBounds {
@@ -237,9 +271,7 @@ fn relay(
             held_back: proxy.settings.timeouts.held_back,
             untaken: proxy.settings.timeouts.untaken,
         },
-    };
-    let relay = ResponseBody::new(body, content, attempt, source, waits);
-    Response::from_parts(head, Arc::new(Mutex::new(relay)))
+    }
 }
 
 /// How an attempt ends that an engine answered with no success: a server's error may come after it
@@ -256,7 +288,12 @@ fn end_of_error(proxy: &Proxy, status: StatusCode) -> AttemptEnd {
 }
 
 /// How the body of an answer is read.
-fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: WantedUsage) -> BodyKind {
+pub(super) fn content(
+    status: StatusCode,
+    headers: &HeaderMap,
+    dialect: Dialect,
+    wanted: WantedUsage,
+) -> BodyKind {
     if !status.is_success() {
         return BodyKind::error();
     }
@@ -270,12 +307,10 @@ fn content(status: StatusCode, headers: &HeaderMap, path: &str, wanted: WantedUs
     if is_encoded {
         BodyKind::Opaque
     } else if starts_with(media_type, b"text/event-stream") {
-        let is_named = matches!(path, "/v1/messages" | "/v1/responses");
         BodyKind::Events {
             events: SseStream::new(wanted),
-            // Named streams have no common last event.
-            has_clear_end: is_framed || is_named,
-            is_named,
+            has_clear_end: is_framed || dialect.has_named_events(),
+            dialect,
         }
     } else if starts_with(media_type, b"application/json") {
         BodyKind::document(is_framed)

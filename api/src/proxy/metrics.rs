@@ -45,7 +45,7 @@ pub enum RequestOutcome {
 }
 
 impl RequestOutcome {
-    pub(super) fn label(self) -> &'static str {
+    fn label(self) -> &'static str {
         match self {
             Self::Finished => "finished",
             Self::Local => "local",
@@ -398,7 +398,8 @@ impl Drop for RequestMetricsGuard {
         metrics.requests.get_or_create(&labels).inc();
         if let Some(access) = &self.access {
             access.end(&EndedAccess {
-                outcome: self.outcome,
+                outcome: self.outcome.label(),
+                is_broken_off: self.outcome == RequestOutcome::BrokenOff,
                 status: self.code,
                 code: self.failure,
                 cause: self.cause.as_deref(),

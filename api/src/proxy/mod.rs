@@ -26,8 +26,10 @@ mod attempt;
 mod beginning;
 mod budget;
 mod clients;
+mod cors;
 mod deadline;
 mod decisions;
+mod dialect;
 mod document;
 mod durable;
 mod expose;
@@ -53,8 +55,10 @@ mod server;
 mod settings;
 mod splice;
 mod sse;
+mod stored;
 mod suspects;
 
+use std::borrow::Cow;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -65,12 +69,13 @@ use http::header::{CONNECTION, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use state::{Backend, StateView};
+use state::StateView;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
-pub use access::{ACCESS_TARGET, LoggedRequests};
+pub use access::ACCESS_TARGET;
 pub use addresses::{IpPrefix, IpPrefixError};
+pub use cors::AllowedOrigins;
 pub(crate) use decisions::{DecidedAttempt, RequestEnd};
 pub use decisions::{DecisionLog, RequestRecord};
 pub use expose::Expose;
@@ -83,18 +88,20 @@ pub use reading::{ClientRequest, RequestHead, RequestReader};
 pub use routes::{INFERENCE_PATHS, is_plain};
 pub use server::{DrainResult, Server};
 pub use settings::{
-    Charges, DECISIONS_MAX, IdentifyBy, IdentifyByError, ProxyLimits, ProxySettings, ProxyTimeouts,
+    Charges, DECISIONS_MAX, IdentifyBy, IdentifyByError, LoggedRequests, ProxyLimits,
+    ProxySettings, ProxyTimeouts,
 };
 pub use splice::UsageRequest;
 
 use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::backends::pool::Pool;
-use crate::error::{ProxyError, openai_response, rescue};
+use crate::error::{ProxyError, rescue};
 use crate::routing::Router;
 use access::AccessLog;
 use budget::RetryBudget;
 use clients::{ClientTable, ConnectionRequestGuard, UserRequests};
+use dialect::Dialect;
 use forward::{ForwardResult, forward};
 use headers::request_id;
 use metrics::RequestMetricsGuard;
@@ -102,7 +109,8 @@ use pace::{HandedOverBody, hand_over};
 use proxied::ProxiedRequest;
 use relay::{SharedResponseBody, lock};
 use request::HeldBodyBytes;
-use routes::Route;
+use routes::{Route, unslashed};
+use stored::forward_stored;
 use suspects::Suspects;
 
 /// Says that an answer is the last of its connection.
@@ -140,6 +148,16 @@ enum AnswerBodyKind {
     Relay(SharedResponseBody),
     /// An engine's, made by another task.
     Handed(HandedOverBody),
+}
+
+/// What was taken in of a request.
+enum TakenIn<'a> {
+    /// All, and whose key it has: it is routed by its body.
+    Whole(Holder, Bytes),
+    /// Its head: it asks for a model, or for all.
+    Models(Option<Cow<'a, str>>),
+    /// Its head: it is for the engine that stored a response.
+    Stored,
 }
 
 impl Proxy {
@@ -227,25 +245,50 @@ impl Proxy {
             request_id = id.to_str().unwrap_or_default(),
             path = request.uri().path()
         );
-        let (head, body) = request.into_parts();
-        let version = head.version;
+        let (mut head, body) = request.into_parts();
+        if let Some(uri) = unslashed(&head.uri) {
+            head.uri = uri;
+        }
+        let (version, dialect) = (head.version, Dialect::of(head.uri.path()));
+        let origin = self.settings.cors.verdict(&head.headers);
+        let ignored = self.requests.ignored(&head.headers);
         let handled = async {
-            if is_within {
-                return self.handle(peer, id.clone(), head, body, &mut ledger).await;
+            if !is_within {
+                ledger.is_refused();
+                return Err(ProxyError::AddressAtLimit);
             }
-            ledger.is_refused();
-            Err(ProxyError::AddressAtLimit)
+            if let Some(answer) = origin.preflight(&head.method, &head.headers) {
+                return Ok(ForwardResult::Held(answer));
+            }
+            self.handle(peer, id.clone(), head, body, &mut ledger).await
         };
         let handled = handled.instrument(span).await;
         let mut response = match handled {
-            Ok(ForwardResult::Relayed(response)) => {
+            Ok(answer) => self.passed_on(answer, version, ledger),
+            Err(failure) => failed(&failure, dialect, version, ledger),
+        };
+        let (expose, headers) = (self.settings.expose, response.headers_mut());
+        expose.origin(headers, dialect, id, &self.replica);
+        expose.ignored(headers, ignored);
+        origin.tell(headers);
+        response
+    }
+
+    fn passed_on(
+        &self,
+        answer: ForwardResult,
+        version: Version,
+        mut ledger: RequestMetricsGuard,
+    ) -> Response<AnswerBody> {
+        match answer {
+            ForwardResult::Relayed(response) => {
                 ledger.answered(response.status());
                 response.map(|relay| {
                     lock(&relay).account(ledger);
                     AnswerBody(self.body(relay, version))
                 })
             }
-            Ok(ForwardResult::Held(response)) => {
+            ForwardResult::Held(response) => {
                 let is_error =
                     response.status().is_client_error() || response.status().is_server_error();
                 let outcome = if is_error {
@@ -255,30 +298,7 @@ impl Proxy {
                 };
                 local(response, outcome, ledger)
             }
-            Err(failure) => {
-                let told = rescue(&failure);
-                ledger.fails(told.code);
-                if told.status.is_server_error() {
-                    // It quotes nothing of the request.
-                    ledger.fails_because(failure.to_string());
-                }
-                let mut response = openai_response(&failure);
-                if failure == ProxyError::BadKey && version <= Version::HTTP_11 {
-                    // Whoever has no key has no claim to a connection.
-                    response.headers_mut().insert(CONNECTION, CLOSE);
-                }
-                let is_clients = response.status().is_client_error();
-                let outcome = if is_clients {
-                    RequestOutcome::Refused
-                } else {
-                    RequestOutcome::Failed
-                };
-                local(response, outcome, ledger)
-            }
-        };
-        let expose = self.settings.expose;
-        expose.origin(response.headers_mut(), id, &self.replica);
-        response
+        }
     }
 
     /// Over HTTP/1.1 the connection drives the answer; see [`pace`].
@@ -303,8 +323,12 @@ impl Proxy {
         let mut held = HeldBodyBytes::none(&self.held_bytes, held_bytes_max);
         let (holder, mut body_bytes) = match self.take_in(&head, &peer, &mut body, &mut held).await
         {
-            Ok(Some(taken)) => taken,
-            Ok(None) => return self.models(head.uri.path()).map(ForwardResult::Held),
+            Ok(TakenIn::Whole(holder, bytes)) => (holder, bytes),
+            Ok(TakenIn::Models(id)) => return self.models(id.as_deref()).map(ForwardResult::Held),
+            Ok(TakenIn::Stored) => {
+                ledger.is_read(self.settings.limits.requests_max)?;
+                return forward_stored(self, &head, &peer, &request_id).await;
+            }
             Err(failure) => {
                 drop(held);
                 ledger.is_refused();
@@ -338,18 +362,19 @@ impl Proxy {
         forward(self, &Arc::new(asked), ledger).await
     }
 
-    /// Whose key it is, and the body of a request for an engine; `None` for one that has an answer
-    /// here.
-    async fn take_in(
+    /// Checks a request's head, and reads the body of one that is routed.
+    async fn take_in<'a>(
         &self,
-        head: &http::request::Parts,
-        peer: &HeaderValue,
+        head: &'a http::request::Parts,
+        peer: &'a HeaderValue,
         body: &mut Incoming,
         held: &mut HeldBodyBytes,
-    ) -> Result<Option<(Holder, Bytes)>, ProxyError> {
+    ) -> Result<TakenIn<'a>, ProxyError> {
         let (holder, route) = self.requests.accept(&request_head(head, peer))?;
         match route {
-            Route::Models | Route::Model(_) => Ok(None),
+            Route::Models => Ok(TakenIn::Models(None)),
+            Route::Model(id) => Ok(TakenIn::Models(Some(id))),
+            Route::Stored(_) => Ok(TakenIn::Stored),
             Route::Engine => {
                 let limits = &self.settings.limits;
                 let is_full = self.metrics.in_flight.get() >= signed(limits.requests_max);
@@ -366,21 +391,21 @@ impl Proxy {
                 };
                 let bytes = upload.read(body, held).await?;
                 self.metrics.request_bytes.inc_by(bytes.len() as u64);
-                Ok(Some((holder, bytes)))
+                Ok(TakenIn::Whole(holder, bytes))
             }
         }
     }
 
-    fn models(&self, path: &str) -> Result<Response<Bytes>, ProxyError> {
+    /// The list of models, or the one with this id.
+    fn models(&self, id: Option<&str>) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
-        let is_up = |backend: &Backend| self.backends.is_up(&registry, backend);
-        let body = match path.strip_prefix("/v1/models/") {
-            None => models::list(&registry, is_up),
-            Some(id) => {
-                models::one(&registry, is_up, id).ok_or_else(|| ProxyError::UnknownModel {
+        let body = match id {
+            None => models::list(&registry, &self.backends),
+            Some(id) => models::one(&registry, &self.backends, id).ok_or_else(|| {
+                ProxyError::UnknownModel {
                     model: forward::shown(id),
-                })?
-            }
+                }
+            })?,
         };
         let mut response = Response::new(body);
         let json = HeaderValue::from_static("application/json");
@@ -398,6 +423,31 @@ fn request_head<'a>(head: &'a http::request::Parts, peer: &'a HeaderValue) -> Re
         headers: &head.headers,
         origin: RequestOrigin::Address(peer),
     }
+}
+
+/// The answer to a request that failed.
+fn failed(
+    failure: &ProxyError,
+    dialect: Dialect,
+    version: Version,
+    mut ledger: RequestMetricsGuard,
+) -> Response<AnswerBody> {
+    let told = rescue(failure);
+    ledger.fails(told.code);
+    if told.status.is_server_error() {
+        // It quotes nothing of the request.
+        ledger.fails_because(failure.to_string());
+    }
+    let mut response = dialect.response(failure);
+    if *failure == ProxyError::BadKey && version <= Version::HTTP_11 {
+        // Whoever has no key has no claim to a connection.
+        response.headers_mut().insert(CONNECTION, CLOSE);
+    }
+    let outcome = match told.status.is_client_error() {
+        true => RequestOutcome::Refused,
+        false => RequestOutcome::Failed,
+    };
+    local(response, outcome, ledger)
 }
 
 /// A limit as gauges count.

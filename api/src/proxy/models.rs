@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use serde::Serialize;
+use serde_json::{Value, json};
 use state::{Backend, Registry};
+
+use crate::backends::{Backends, named_models};
 
 #[derive(Serialize)]
 struct ModelListBody<'a> {
@@ -12,6 +15,7 @@ struct ModelListBody<'a> {
     data: Vec<ModelEntry<'a>>,
 }
 
+/// One model, with what vLLM says of its own beside what OpenAI does.
 #[derive(Serialize)]
 struct ModelEntry<'a> {
     id: &'a str,
@@ -19,57 +23,93 @@ struct ModelEntry<'a> {
     /// Unix seconds at which the oldest engine that serves it started; 0 when none told.
     created: u64,
     owned_by: &'static str,
+    /// As the first engine that lists it says, as the two below.
+    root: Option<String>,
+    parent: Option<String>,
+    /// The least of what its engines say: any of them may get the next request.
+    max_model_len: Option<u64>,
+    permission: Value,
 }
 
-/// All models by id, each with its `created`.
-fn union(registry: &Registry, is_up: impl Fn(&Backend) -> bool) -> BTreeMap<&str, u64> {
-    let mut models: BTreeMap<&str, u64> = BTreeMap::new();
-    let serving = registry.backends.iter().filter(|b| !b.draining && is_up(b));
-    for backend in serving {
-        let told = backend.facts.models.iter().flatten();
-        let is_any = backend.spec.models.iter().any(|model| model == "*");
-        let named = backend.spec.models.iter().filter(|model| *model != "*");
+impl<'a> ModelEntry<'a> {
+    fn new(id: &'a str) -> Self {
+        Self {
+            id,
+            object: "model",
+            created: u64::MAX,
+            owned_by: "quorate",
+            root: None,
+            parent: None,
+            max_model_len: None,
+            permission: json!([]),
+        }
+    }
+
+    /// Adds what an engine says that serves it.
+    fn add(&mut self, backend: &Backend, backends: &Backends) {
         let started = backend.facts.started_at_s.unwrap_or(0);
-        for model in named.chain(told.filter(|_| is_any)) {
-            let created = models.entry(model.as_str()).or_insert(started);
-            *created = (*created).min(started);
+        self.created = self.created.min(started);
+        let Some(listed) = backends.listed(backend.handle.slot, self.id) else {
+            return;
+        };
+        let lengths = self.max_model_len.into_iter().chain(listed.max_model_len);
+        self.max_model_len = lengths.min();
+        self.root = self.root.take().or(listed.root);
+        self.parent = self.parent.take().or(listed.parent);
+        if let (true, Some(permission)) = (self.permission == json!([]), listed.permission) {
+            self.permission = permission;
+        }
+    }
+}
+
+/// All models by id.
+fn union<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, ModelEntry<'a>> {
+    let mut models: BTreeMap<&str, ModelEntry<'_>> = BTreeMap::new();
+    let is_serving = |it: &&Backend| !it.draining && backends.is_up(registry, it);
+    for backend in registry.backends.iter().filter(is_serving) {
+        for model in named_models(backend) {
+            let entry = models.entry(model);
+            let entry = entry.or_insert_with(|| ModelEntry::new(model));
+            entry.add(backend, backends);
         }
     }
     models
 }
 
-fn entry((id, created): (&str, u64)) -> ModelEntry<'_> {
-    ModelEntry {
-        id,
-        object: "model",
-        created,
-        owned_by: "quorate",
-    }
-}
-
 /// The list in OpenAI's shape, ordered by id.
-pub(super) fn list(registry: &Registry, is_up: impl Fn(&Backend) -> bool) -> Bytes {
-    let data = union(registry, is_up).into_iter().map(entry).collect();
+pub(super) fn list(registry: &Registry, backends: &Backends) -> Bytes {
+    let data = union(registry, backends).into_values().collect();
     let list = ModelListBody {
         object: "list",
         data,
     };
     serde_json::to_vec(&list)
-        .expect("strings and numbers serialise")
+        .expect("texts, numbers and JSON values serialise")
         .into()
 }
 
 /// One model of the list; `None` when no backend serves it that gets requests.
-pub(super) fn one(
-    registry: &Registry,
-    is_up: impl Fn(&Backend) -> bool,
-    id: &str,
-) -> Option<Bytes> {
-    let models = union(registry, is_up);
-    let found = models.into_iter().find(|(model, _)| *model == id)?;
+pub(super) fn one(registry: &Registry, backends: &Backends, id: &str) -> Option<Bytes> {
+    let found = union(registry, backends).remove(id)?;
     Some(
-        serde_json::to_vec(&entry(found))
-            .expect("strings and numbers serialise")
+        serde_json::to_vec(&found)
+            .expect("texts, numbers and JSON values serialise")
             .into(),
     )
+}
+
+/// Tokens of a model's longest prompt: what its engines say, and what fits their caches at
+/// `tokens_per_block`.
+pub(super) fn context_tokens_max(
+    registry: &Registry,
+    backends: &Backends,
+    model: &str,
+    tokens_per_block: u32,
+) -> Option<u64> {
+    let serving = || registry.backends.iter().filter(|it| it.serves(model));
+    let tokens = |blocks: u32| u64::from(blocks) * u64::from(tokens_per_block.max(1));
+    let fitting = serving().filter_map(Backend::capacity_blocks).map(tokens);
+    let told = serving().filter_map(|it| backends.listed(it.handle.slot, model)?.max_model_len);
+    let (fitting, told) = (fitting.max(), told.min());
+    fitting.into_iter().chain(told).min()
 }

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderMap, Method, Version};
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderValue, Method, Version};
 use state::StateView;
 use state::ids::Slot;
 
@@ -16,11 +17,11 @@ use super::deadline;
 use super::headers::told_request_id;
 use super::identify::{Client, IdentifiedUser, RequestOrigin, UserSource, check_key, identify};
 use super::keys::Holder;
-use super::request::{check_head, priority, refuse_compressed};
-use super::routes::{Route, route, unrouted};
+use super::request::{check_head, priority, refuse_compressed, refuse_websocket};
+use super::routes::{Route, route, takes_form, unrouted, without_slash};
 use super::settings::ProxySettings;
 use crate::error::ProxyError;
-use crate::prompt::{ParsedBody, PromptIdentity, PromptReader, ReadRequest};
+use crate::prompt::{ParsedBody, PromptIdentity, PromptReader, ReadError, ReadRequest, read_form};
 use crate::routing::{Decider, Router, RoutingPreferences, RoutingRequest, UserName};
 
 /// Reads requests as the data plane does. One per replica.
@@ -120,6 +121,7 @@ impl RequestReader {
         head: &RequestHead<'a>,
     ) -> Result<(Holder, Route<'a>), ProxyError> {
         check_head(head.version, head.headers)?;
+        refuse_websocket(head.headers)?;
         let holder = match head.origin {
             RequestOrigin::Address(_) | RequestOrigin::TrustedProxy => {
                 check_key(&self.settings, head.headers)?
@@ -143,7 +145,7 @@ impl RequestReader {
             parsed,
             identity,
             ids,
-        } = self.understand(head.path, body).await?;
+        } = self.understand(head, body).await?;
         let hashing = || self.view.registry().hashing();
         let client = Client {
             holder,
@@ -175,14 +177,25 @@ impl RequestReader {
         head: &RequestHead<'_>,
         mut body: Bytes,
     ) -> Result<(ClientRequest, Vec<u32>), ProxyError> {
-        let (holder, route) = self.accept(head)?;
+        let head = RequestHead {
+            path: without_slash(head.path),
+            ..*head
+        };
+        let (holder, route) = self.accept(&head)?;
         match route {
-            Route::Models | Route::Model(_) => Err(unrouted(head.method, head.path)),
+            Route::Models | Route::Model(_) | Route::Stored(_) => {
+                Err(unrouted(head.method, head.path))
+            }
             Route::Engine => {
                 refuse_compressed(head.headers)?;
-                self.read(head, &holder, &mut body).await
+                self.read(&head, &holder, &mut body).await
             }
         }
+    }
+
+    /// Headers of a request that the config gives no effect, as a list.
+    pub(super) fn ignored(&self, headers: &HeaderMap) -> Option<HeaderValue> {
+        self.decider.ignored(headers)
     }
 
     /// The id by which the data plane would know a request with these headers; `None`: it would
@@ -194,7 +207,20 @@ impl RequestReader {
 
     /// Reads a body, less the fields that do not reach engines. Its prompt is tokenized once, from
     /// what the engine gets.
-    async fn understand(&self, path: &str, body: &mut Bytes) -> Result<ReadRequest, ProxyError> {
+    async fn understand(
+        &self,
+        head: &RequestHead<'_>,
+        body: &mut Bytes,
+    ) -> Result<ReadRequest, ProxyError> {
+        let path = head.path;
+        if takes_form(path) {
+            let content_type = head.headers.get(CONTENT_TYPE);
+            let content_type = content_type.and_then(|it| it.to_str().ok());
+            let form = read_form(content_type.unwrap_or_default(), body);
+            let form = form.map_err(ReadError::Bad)?;
+            self.settings.fields.check_form(&form.names)?;
+            return Ok(self.reader.of_form(form).map_err(ReadError::Bad)?);
+        }
         let mut request = self.reader.parse(path, body).await?;
         if let Some(stripped) = self.settings.fields.apply(&request.parsed, body)? {
             *body = stripped;

@@ -8,13 +8,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use state::ids::Slot;
 use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::Proxy;
 use super::ahead::{ReadAhead, ReadAheadBounds};
+use super::dialect::Dialect;
 use super::document::Document;
 use super::durable::WithheldEnd;
 use super::inspect::AnswerDelta;
@@ -23,7 +24,7 @@ use super::piece::{AnswerPiece, ResponseBodyError};
 use super::sse::SseStream;
 use super::suspects::WatchedRequest;
 use crate::backends::pool::EngineBody;
-use crate::error::{ProxyError, openai_body};
+use crate::error::ProxyError;
 use crate::routing::{Attempt, AttemptEnd, ChargeCommit};
 
 /// Longest error answer of an engine that is passed on, in bytes.
@@ -37,8 +38,8 @@ pub(super) enum BodyKind {
         /// Whether the end of the body shows that it is the end, see
         /// [`ResponseBodyError::Unfinished`].
         has_clear_end: bool,
-        /// Whether events of this endpoint are named.
-        is_named: bool,
+        /// How its client is told that it broke off.
+        dialect: Dialect,
     },
     /// One JSON document, of which the end is kept.
     Document {
@@ -90,7 +91,8 @@ impl BodyKind {
 pub(super) struct RespondingBackend {
     pub(super) proxy: Arc<Proxy>,
     pub(super) slot: Slot,
-    pub(super) watched: WatchedRequest,
+    /// `None`: it runs nothing that could break an engine.
+    pub(super) watched: Option<WatchedRequest>,
 }
 
 /// An answer that its connection writes, and reads ahead when it cannot.
@@ -380,41 +382,23 @@ impl ResponseBody {
         }
         if matches!(why, ResponseBodyError::Engine(_)) {
             proxy.backends.report_failure(*slot);
-            watched.broke();
+            watched.iter().for_each(WatchedRequest::broke);
         }
         self.accounting
             .end(AttemptEnd::Broken, RequestOutcome::BrokenOff);
         match &mut self.content {
             BodyKind::Events {
-                events, is_named, ..
-            } => Ok(last_event(&why, events.abandon(), *is_named)),
+                events, dialect, ..
+            } => {
+                let failure = match why {
+                    ResponseBodyError::Silent => ProxyError::EngineTimeout,
+                    _ => ProxyError::EngineBrokeOff,
+                };
+                Ok(dialect.last_event(&failure, events.abandon()))
+            }
             _ => Err(why),
         }
     }
-}
-
-/// The event that ends a broken stream. `is_within` says that the client has seen the beginning of
-/// another one.
-fn last_event(why: &ResponseBodyError, is_within: bool, is_named: bool) -> Bytes {
-    let failure = match why {
-        ResponseBodyError::Silent => ProxyError::EngineTimeout,
-        _ => ProxyError::EngineBrokeOff,
-    };
-    let body = openai_body(&failure);
-    let mut event = BytesMut::with_capacity(body.len() + 64);
-    if is_within {
-        event.put_slice(b"\n\n");
-    }
-    if is_named {
-        // The responses and messages endpoints tell events apart by name and `type`.
-        event.put_slice(b"event: error\ndata: {\"type\":\"error\",");
-        event.put_slice(&body[1..]);
-    } else {
-        event.put_slice(b"data: ");
-        event.put_slice(&body);
-    }
-    event.put_slice(b"\n\n");
-    event.freeze()
 }
 
 impl ResponseBody {

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST};
-use http::{HeaderMap, Version};
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST, UPGRADE};
+use http::{HeaderMap, HeaderValue, Version};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -20,6 +20,9 @@ use crate::routing::PreferenceRejection;
 /// What is set aside for a body before its bytes come, at most: its announced length is only a
 /// promise.
 const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;
+
+/// Longest name of an encoding that an error repeats, in bytes.
+const SHOWN_ENCODING_BYTES_MAX: usize = 64;
 
 /// A body's bytes in the sum of all that are held; taken out when dropped.
 pub(super) struct HeldBodyBytes {
@@ -203,11 +206,23 @@ impl From<PreferenceRejection> for ProxyError {
 pub(super) fn refuse_compressed(headers: &HeaderMap) -> Result<(), ProxyError> {
     let coding = headers.get(CONTENT_ENCODING);
     if coding.is_some_and(|coding| coding != "identity") {
-        return Err(bad_request(
-            "compressed bodies are not supported; send the body without content-encoding",
-        ));
+        let encoding = coding.and_then(|coding| coding.to_str().ok());
+        let encoding = encoding.unwrap_or_default();
+        let end = encoding.floor_char_boundary(SHOWN_ENCODING_BYTES_MAX);
+        return Err(ProxyError::UnsupportedEncoding {
+            encoding: encoding[..end].to_owned(),
+        });
     }
     Ok(())
+}
+
+/// Refuses requests for another protocol than HTTP; what else `upgrade` offers may be ignored.
+pub(super) fn refuse_websocket(headers: &HeaderMap) -> Result<(), ProxyError> {
+    let upgrade = headers.get(UPGRADE).map(HeaderValue::as_bytes);
+    match upgrade.is_some_and(|it| it.trim_ascii().eq_ignore_ascii_case(b"websocket")) {
+        true => Err(ProxyError::NoWebsockets),
+        false => Ok(()),
+    }
 }
 
 /// Refuses heads that HTTP does not allow: one host is named (RFC 9112, 3.2), and nothing but
@@ -244,8 +259,6 @@ pub(super) fn priority(headers: &HeaderMap, priority_max: i16) -> Result<i16, Pr
 
 #[cfg(test)]
 mod tests {
-    use http::HeaderValue;
-
     use super::*;
 
     #[test]

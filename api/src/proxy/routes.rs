@@ -4,13 +4,17 @@
 //! reached from outside. A path has to be plain, so that no engine reads it in another way than it
 //! was checked here.
 
-use http::Method;
+use std::borrow::Cow;
+
+use http::uri::PathAndQuery;
+use http::{Method, Uri};
+use percent_encoding::percent_decode_str;
 
 use super::settings::ProxySettings;
 use crate::error::ProxyError;
 
 /// Paths routed by their body's `model`; `requests.extra_paths` adds others.
-pub const INFERENCE_PATHS: [&str; 25] = [
+pub const INFERENCE_PATHS: [&str; 27] = [
     "/classify",
     "/detokenize",
     "/pooling",
@@ -18,6 +22,8 @@ pub const INFERENCE_PATHS: [&str; 25] = [
     "/score",
     "/tokenize",
     "/v1/audio/speech",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
     "/v1/chat/completions",
     "/v1/chat/completions/render",
     "/v1/classify",
@@ -37,6 +43,9 @@ pub const INFERENCE_PATHS: [&str; 25] = [
     "/v2/embed",
     "/v2/rerank",
 ];
+
+/// Paths whose bodies are forms with a file.
+const FORM_PATHS: [&str; 2] = ["/v1/audio/transcriptions", "/v1/audio/translations"];
 
 /// Names of control routes: no path with one of them as a segment is forwarded.
 const CONTROL: [&str; 34] = [
@@ -85,16 +94,20 @@ const CONTROL_PREFIXES: [&str; 6] = [
     "start_expert_distribution",
 ];
 
+/// Longest id of a stored response, in bytes.
+const RESPONSE_ID_BYTES_MAX: usize = 256;
 /// Longest path repeated in an error or a line of the log, in bytes.
 const SHOWN_PATH_BYTES_MAX: usize = 256;
 
 /// What a request is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Route<'a> {
     /// The list of models.
     Models,
     /// One model of the list, by id.
-    Model(&'a str),
+    Model(Cow<'a, str>),
+    /// The engine that has stored the response with this id.
+    Stored(&'a str),
     /// An engine.
     Engine,
 }
@@ -105,20 +118,71 @@ pub(super) fn route<'a>(
     method: &Method,
     path: &'a str,
 ) -> Result<Route<'a>, ProxyError> {
-    let (route, allowed, is_method_right) = if path == "/v1/models" {
-        (Route::Models, "GET", method == Method::GET)
+    let (route, methods, allowed): (_, &[Method], _) = if path == "/v1/models" {
+        (Route::Models, &[Method::GET], "GET")
     } else if let Some(id) = path.strip_prefix("/v1/models/") {
-        (Route::Model(id), "GET", method == Method::GET)
+        (Route::Model(model_id(id)), &[Method::GET], "GET")
     } else if is_routed(settings, path) {
-        (Route::Engine, "POST", method == Method::POST)
+        (Route::Engine, &[Method::POST], "POST")
+    } else if let Some((id, is_cancel)) = stored_response(path) {
+        match is_cancel {
+            true => (Route::Stored(id), &[Method::POST], "POST"),
+            false => {
+                let methods = &[Method::GET, Method::DELETE];
+                (Route::Stored(id), methods, "GET, DELETE")
+            }
+        }
     } else {
         return Err(unrouted(method, path));
     };
-    if is_method_right {
+    if methods.contains(method) {
         Ok(route)
     } else {
         Err(ProxyError::WrongMethod { allowed })
     }
+}
+
+/// A model's id from a path, where clients write a slash as it is or as `%2F`.
+fn model_id(path: &str) -> Cow<'_, str> {
+    let decoded = percent_decode_str(path).decode_utf8();
+    decoded.unwrap_or(Cow::Borrowed(path))
+}
+
+/// The id of `/v1/responses/ID` and `/v1/responses/ID/cancel`, and whether it is the latter.
+fn stored_response(path: &str) -> Option<(&str, bool)> {
+    let rest = path.strip_prefix("/v1/responses/")?;
+    let (id, is_cancel) = match rest.strip_suffix("/cancel") {
+        Some(id) => (id, true),
+        None => (rest, false),
+    };
+    let is_id = id.len() <= RESPONSE_ID_BYTES_MAX && is_plain_segment(id);
+    is_id.then_some((id, is_cancel))
+}
+
+/// Whether bodies of this path are forms.
+pub(super) fn takes_form(path: &str) -> bool {
+    FORM_PATHS.contains(&path)
+}
+
+/// A path as it is without a slash at its end.
+pub(super) fn without_slash(path: &str) -> &str {
+    let shorter = path.strip_suffix('/');
+    shorter.filter(|it| !it.is_empty()).unwrap_or(path)
+}
+
+/// The target of a request whose path ends with a slash, without it; `None`: it does not.
+pub(super) fn unslashed(uri: &Uri) -> Option<Uri> {
+    let path = without_slash(uri.path());
+    if path.len() == uri.path().len() {
+        return None;
+    }
+    let target = match uri.query() {
+        Some(query) => format!("{path}?{query}"),
+        None => path.to_owned(),
+    };
+    let mut parts = uri.clone().into_parts();
+    parts.path_and_query = Some(PathAndQuery::try_from(target).ok()?);
+    Uri::from_parts(parts).ok()
 }
 
 /// No engine gets a request for this path.
@@ -173,6 +237,7 @@ mod tests {
         match route(&settings, method, path) {
             Ok(Route::Engine) => 0,
             Ok(Route::Models | Route::Model(_)) => 1,
+            Ok(Route::Stored(_)) => 2,
             Err(failure) => crate::error::rescue(&failure).status.as_u16(),
         }
     }
@@ -196,7 +261,9 @@ mod tests {
             "/v1/x",
             "/v1/model/load",
             "/v1/lora/load",
-            "/v1/responses/resp_1/cancel",
+            "/v1/responses/",
+            "/v1/responses/../sleep/cancel",
+            "/v1/responses/resp%5f1/cancel",
             "/v1/chat/completions/",
             "/V1/chat/completions",
             "/sleep",
@@ -235,9 +302,40 @@ mod tests {
     }
 
     #[test]
+    fn stored_responses_have_their_methods() {
+        for (method, path, expected) in [
+            (Method::GET, "/v1/responses/resp_1", 2),
+            (Method::DELETE, "/v1/responses/resp_1", 2),
+            (Method::POST, "/v1/responses/resp_1/cancel", 2),
+            (Method::POST, "/v1/responses/resp_1", 405),
+            (Method::GET, "/v1/responses/resp_1/cancel", 405),
+            (Method::GET, "/v1/responses/a/b", 404),
+            (Method::DELETE, "/v1/responses/metrics", 404),
+        ] {
+            assert_eq!(status(&method, path), expected, "{method} {path}");
+        }
+    }
+
+    #[test]
+    fn one_slash_at_the_end_of_a_path_is_taken_off() {
+        let unslashed = |uri: &str| unslashed(&uri.parse().unwrap()).map(|it| it.to_string());
+        assert_eq!(unslashed("/v1/x/").as_deref(), Some("/v1/x"));
+        assert_eq!(unslashed("/v1/x/?a=/").as_deref(), Some("/v1/x?a=/"));
+        let absolute = unslashed("http://h:1/v1/x/");
+        assert_eq!(absolute.as_deref(), Some("http://h:1/v1/x"));
+        assert_eq!(unslashed("/v1/x//").as_deref(), Some("/v1/x/"));
+        for uri in ["/", "/v1/x", "/v1/x?a/", "*"] {
+            assert_eq!(unslashed(uri), None, "{uri}");
+        }
+    }
+
+    #[test]
     fn the_model_list_is_read_only() {
         assert_eq!(status(&Method::GET, "/v1/models"), 1);
         assert_eq!(status(&Method::GET, "/v1/models/org/name"), 1);
         assert_eq!(status(&Method::POST, "/v1/models"), 405);
+        assert_eq!(model_id("org%2Fname"), "org/name");
+        assert_eq!(model_id("org%2fname%"), "org/name%");
+        assert_eq!(model_id("%ff"), "%ff");
     }
 }

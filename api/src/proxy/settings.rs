@@ -9,8 +9,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::ids::ReplicaId;
 
-use super::access::LoggedRequests;
 use super::addresses::IpPrefix;
+use super::cors::AllowedOrigins;
 use super::expose::Expose;
 use super::fields::{FieldRules, HeaderRules};
 use super::keys::ApiKeys;
@@ -63,6 +63,8 @@ pub struct ProxySettings {
     pub extra_paths: Vec<String>,
     /// Most requests whose decisions are kept, see [`DecisionLog`](super::DecisionLog); 0: none.
     pub decisions_max: usize,
+    /// Which web pages may use this replica from a browser.
+    pub cors: AllowedOrigins,
     /// Which requests leave a line in the log.
     pub logged_requests: LoggedRequests,
     /// Connections to the engines.
@@ -78,6 +80,19 @@ pub enum Charges {
     Asynchronous,
     /// Once its charge is committed.
     Durable,
+}
+
+/// Which requests leave a line in the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum LoggedRequests {
+    /// None.
+    Off,
+    /// Those that were answered with an error, or whose answer broke off.
+    #[default]
+    Errors,
+    /// All.
+    All,
 }
 
 /// Limits of what clients may send and hold.
@@ -212,6 +227,7 @@ impl ProxySettings {
             usage_splice: UsageRequest::default(),
             extra_paths: Vec::new(),
             decisions_max: DECISIONS_MAX,
+            cors: AllowedOrigins::default(),
             logged_requests: LoggedRequests::default(),
             pool: PoolSettings::default(),
         }

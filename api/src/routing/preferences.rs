@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use http::{HeaderMap, HeaderName};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use state::policy::PolicyConfig;
 
 use super::decide::Decider;
@@ -58,6 +58,21 @@ impl Decider {
             policy: self.asked_policy(headers)?,
             labels: self.select.asked(headers)?,
         })
+    }
+
+    /// Headers by which a request asks for something that the config does not let requests ask
+    /// for, as a list; `None`: there are none.
+    #[must_use]
+    pub fn ignored(&self, headers: &HeaderMap) -> Option<HeaderValue> {
+        let is_policy = self.overrides.is_empty() && headers.contains_key(POLICY);
+        let is_select = !self.select.allow && headers.contains_key(SELECT);
+        let ignored = match (is_policy, is_select) {
+            (false, false) => return None,
+            (true, false) => "x-quorate-policy",
+            (false, true) => "x-quorate-select",
+            (true, true) => "x-quorate-policy, x-quorate-select",
+        };
+        Some(HeaderValue::from_static(ignored))
     }
 
     fn asked_policy(

@@ -58,7 +58,9 @@ impl Lines {
         let lines = text
             .lines()
             .map(|line| serde_json::from_str(line).expect(line));
-        lines.filter(|line: &Value| line["request_id"] == id).collect()
+        lines
+            .filter(|line: &Value| line["request_id"] == id)
+            .collect()
     }
 
     /// Its only line, once it is there.
@@ -71,7 +73,10 @@ impl Lines {
 }
 
 async fn fleet(engines: &[&Engine], logged: LoggedRequests) -> Fleet {
-    Fleet::start_with(engines, PATIENT, |settings| settings.logged_requests = logged).await
+    Fleet::start_with(engines, PATIENT, |settings| {
+        settings.logged_requests = logged
+    })
+    .await
 }
 
 /// A chat with an id, a user, a key and a prompt that nobody else has.
@@ -124,13 +129,19 @@ async fn an_answer_leaves_one_line_with_what_it_took() {
     }
     assert_eq!(line.get("cause"), None, "{line}");
     let text = lines.text();
-    assert!(!text.contains("prompt-of-") && !text.contains("sk-access"), "{text}");
+    assert!(
+        !text.contains("prompt-of-") && !text.contains("sk-access"),
+        "{text}"
+    );
 }
 
 #[tokio::test]
 async fn a_failure_is_a_warning_with_its_cause_and_its_attempts() {
     let lines = Lines::kept();
-    let (dead, broken) = (Engine::dead().await, Engine::always(vec![Step::Close]).await);
+    let (dead, broken) = (
+        Engine::dead().await,
+        Engine::always(vec![Step::Close]).await,
+    );
     let failing = Engine::always(vec![answer_json("500 Oops", "{}")]).await;
     for (nth, (engines, attempts, status, cause)) in [
         (vec![&dead, &dead], 2, 503, "unreachable: connect: "),
@@ -160,7 +171,9 @@ async fn an_answer_that_breaks_off_is_a_warning_though_its_status_was_200() {
     let engine = Engine::always(vec![stream_head(), chunk(&delta("hi", 1)), Step::Close]).await;
     let fleet = fleet(&[&engine], LoggedRequests::Errors).await;
     let mut client = fleet.client().await;
-    client.ask(named("access-broken", r#","stream":true"#)).await;
+    client
+        .ask(named("access-broken", r#","stream":true"#))
+        .await;
     let line = lines.line("access-broken").await;
     assert_eq!(line["level"], "WARN", "{line}");
     assert_eq!(line["status"], 200, "{line}");

@@ -26,7 +26,7 @@ async fn bodies_that_cannot_be_routed_are_refused_with_a_reason() {
         ("", 400, "invalid_request"),
         ("{", 400, "invalid_request"),
         ("[]", 400, "invalid_request"),
-        ("{\"messages\":[]}", 400, "invalid_request"),
+        ("{\"model\":\"\",\"messages\":[]}", 400, "invalid_request"),
         ("{\"model\":7,\"messages\":[]}", 400, "invalid_request"),
         ("{\"model\":\"m\",\"messages\":{}}", 400, "invalid_request"),
         (
@@ -91,8 +91,8 @@ async fn paths_methods_and_codings_that_are_not_served_are_refused() {
         (post("/v1/models", "", "{}"), 405, "method_not_supported"),
         (
             post(CHAT, "content-encoding: gzip\r\n", "zipped"),
-            400,
-            "invalid_request",
+            415,
+            "unsupported_content_encoding",
         ),
     ] {
         let answer = fleet.client().await.ask(&request).await;

@@ -120,11 +120,28 @@ impl Fleet {
             states: vec![state],
             last: 0,
         })));
-        let router = router(ReplicaId(1), view, Backends::new(probes));
+        let router = router(ReplicaId(1), view, Backends::new(probes), true);
         let mut settings = ProxySettings::new(ReplicaId(1));
         settings.expose = Expose::Full;
         change(&mut settings);
         let fleet = Self::serve(router, settings, drain_deadline, log).await;
+        fleet.found(engines);
+        fleet.assume_healthy();
+        fleet
+    }
+
+    /// Where requests choose neither policy nor backends.
+    pub(crate) async fn start_strict(engines: &[&Engine]) -> Self {
+        let state = RouterState::new();
+        let view = state.view();
+        let log = Arc::new(Log(Mutex::new(LogStates {
+            states: vec![state],
+            last: 0,
+        })));
+        let backends = Backends::new(ProbeSettings::default());
+        let router = router(ReplicaId(1), view, backends, false);
+        let settings = ProxySettings::new(ReplicaId(1));
+        let fleet = Self::serve(router, settings, PATIENT, log).await;
         fleet.found(engines);
         fleet.assume_healthy();
         fleet
@@ -139,7 +156,7 @@ impl Fleet {
         let mut replicas = Vec::new();
         for (settings, view) in settings.into_iter().zip(views) {
             let backends = Backends::new(ProbeSettings::default());
-            let router = router(settings.replica, view, backends);
+            let router = router(settings.replica, view, backends, true);
             let replica = Self::serve(router, settings, PATIENT, Arc::clone(&log));
             replicas.push(replica.await);
         }
@@ -316,11 +333,13 @@ impl Fleet {
     }
 }
 
-/// Routes for `replica`, and keeps what its decisions go by.
+/// Routes for `replica`, and keeps what its decisions go by. With `may_choose` requests choose
+/// their policy and backends.
 fn router(
     replica: ReplicaId,
     view: Arc<StateView>,
     backends: Backends,
+    may_choose: bool,
 ) -> (Arc<Router>, Arc<Backends>) {
     let backends = Arc::new(backends);
     let models = ModelSettings {
@@ -335,9 +354,12 @@ fn router(
         replica,
         session: SessionId(u64::from(replica.0)),
         outbox: OutboxSettings::default(),
-        overrides: PolicyConfig::defaults(),
+        overrides: match may_choose {
+            true => PolicyConfig::defaults(),
+            false => Vec::new(),
+        },
         select: SelectSettings {
-            allow: true,
+            allow: may_choose,
             models: Vec::new(),
         },
         clock: Clock::default(),

@@ -256,14 +256,14 @@ async fn the_model_list_is_the_union_of_the_healthy_backends() {
         .await;
     assert_eq!(
         list.body,
-        r#"{"object":"list","data":[{"id":"m","object":"model","created":0,"owned_by":"quorate"}]}"#
+        r#"{"object":"list","data":[{"id":"m","object":"model","created":0,"owned_by":"quorate","root":null,"parent":null,"max_model_len":null,"permission":[]}]}"#
     );
     let one = client
         .ask("GET /v1/models/m HTTP/1.1\r\nhost: r\r\n\r\n")
         .await;
     assert_eq!(
         one.body,
-        r#"{"id":"m","object":"model","created":0,"owned_by":"quorate"}"#
+        r#"{"id":"m","object":"model","created":0,"owned_by":"quorate","root":null,"parent":null,"max_model_len":null,"permission":[]}"#
     );
     let none = client
         .ask("GET /v1/models/x HTTP/1.1\r\nhost: r\r\n\r\n")

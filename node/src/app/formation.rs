@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use api::backends::ProbeSettings;
 use api::clock::Clock;
-use api::proxy::{IpPrefix, ProxyLimits, ProxySettings};
+use api::proxy::{AllowedOrigins, IpPrefix, ProxyLimits, ProxySettings};
 use http::StatusCode;
 use raft::{Formation, Peers, ReplicaOptions, Storage};
 use state::command::{Command, Envelope, Founding, Lane, Origin};
@@ -169,6 +169,9 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.fields = config.fields.clone();
     settings.strip_headers = config.strip_headers.clone();
     settings.decisions_max = to_usize(config.admin.decisions);
+    let origins = config::values(&config.cors.allow_origins);
+    // Each of them is one, by its form.
+    settings.cors = AllowedOrigins::new(&origins).unwrap_or_default();
     settings.logged_requests = config.log.access;
     settings
 }

@@ -53,6 +53,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         listen: file.listen,
         cluster: file.cluster,
         admin: file.admin,
+        cors: file.cors,
         users: file.users,
         limits: file.limits,
         usage: file.usage,

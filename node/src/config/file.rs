@@ -19,8 +19,8 @@ use super::form::{
     ms,
 };
 use super::traffic::{
-    AdminConfig, CircuitConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig, RequestsConfig,
-    RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
+    AdminConfig, CircuitConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig,
+    RequestsConfig, RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
 };
 
 /// A config file of a replica.
@@ -41,6 +41,8 @@ pub struct ConfigFile {
     pub admin: AdminConfig,
     /// What is removed from requests.
     pub requests: RequestsConfig,
+    /// Web pages that use this replica.
+    pub cors: CorsConfig,
     /// Users and API keys.
     pub users: UsersConfig,
     /// Limits for clients.

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::time::Duration;
 
 use api::prompt::TokenizerSpec;
-use api::proxy::{IdentifyBy, IpPrefix};
+use api::proxy::{AllowedOrigins, IdentifyBy, IpPrefix};
 use api::settings::{self, NamedForm, is_span, span};
 use tracing_subscriber::EnvFilter;
 
@@ -116,6 +116,13 @@ api::forms! {
         expected: "\"api_key\", \"body:user\" or \"header:NAME\" with a header's name",
         read: |text| text.parse().ok(),
         show: IdentifyBy::to_string,
+    }
+    /// Origin of web pages.
+    Origin: String = "origin" {
+        pattern: r"^(\*|https?://[^/]+)$",
+        expected: "an origin as browsers send it, such as \"https://chat.example.org\", or \"*\" for any",
+        read: |text| AllowedOrigins::new(&[text.to_owned()]).map(|_| text.to_owned()),
+        show: String::clone,
     }
     /// Network.
     Prefix: IpPrefix = "ip-prefix" {
@@ -252,7 +259,14 @@ mod tests {
         for right in ["info", "WARN", "off", "warn,raft=debug", "raft=debug"] {
             assert!(is_log_filter(right), "{right}");
         }
-        for wrong in ["", "inof", "info,", "info,raft", "raft=debgu", "inof,raft=debug"] {
+        for wrong in [
+            "",
+            "inof",
+            "info,",
+            "info,raft",
+            "raft=loud",
+            "inof,raft=debug",
+        ] {
             assert!(!is_log_filter(wrong), "{wrong}");
         }
     }

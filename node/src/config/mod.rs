@@ -50,8 +50,8 @@ pub(crate) use form::values;
 pub use print::print;
 pub use schema::schema;
 pub use traffic::{
-    AdminConfig, DrainConfig, LimitsConfig, LogConfig, LogFormat, ProbesConfig, RetryConfig,
-    TimeoutsConfig, UsageConfig, UsersConfig,
+    AdminConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, LogFormat, ProbesConfig,
+    RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
 };
 
 /// The checked configuration of `quorate serve`.
@@ -101,6 +101,8 @@ pub struct Config {
     pub priority_max: i16,
     /// `[admin]`.
     pub admin: AdminConfig,
+    /// `[cors]`.
+    pub cors: CorsConfig,
     /// `[users]`.
     pub users: UsersConfig,
     /// `[limits]`.

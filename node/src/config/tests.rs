@@ -252,7 +252,7 @@ listen = 5
             14:27: users.identify_by[1] is "cookie:x" (expected "api_key", "body:user" or "header:NAME" with a header's name)
             16:10: log.format is "xml" (expected "human" or "json")
             17:9: log.level is "info,raft=loud" (expected error, warn, info, debug, trace, or a filter such as "info,raft=debug")
-            18:1: unknown key log.listen (expected one of format, level)
+            18:1: unknown key log.listen (expected one of access, format, level)
         "#]],
     );
 }
@@ -431,7 +431,7 @@ labels = {{ zone = "{long}" }}
     let shown = brief(&layers(&text, &[], &[]).expect_err("the config must be refused"));
     let shown = shown.replace(&empty.path().display().to_string(), "KEY");
     expect![[r#"
-        2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, drain, limits, listen, log, models, node, probes, requests, retry, routing, timeouts, usage, users)
+        2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, cors, drain, limits, listen, log, models, node, probes, requests, retry, routing, timeouts, usage, users)
         7:20: cluster.bootstrap_expect is 2, cluster.peers names 4 (expected more than half of the peers, or two clusters could form)
         8:13: cluster.heartbeat is "500000000000y" (expected a duration from 1ms to 1day, such as "20ms" or "1m 30s")
         10:12: probes.interval is 1ms (expected 50ms or more)

@@ -3,14 +3,15 @@
 use std::path::PathBuf;
 
 use api::proxy::{
-    Charges, Expose, IpPrefix, LoggedRequests, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS, UsageRequest,
+    Charges, Expose, IpPrefix, LoggedRequests, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS,
+    UsageRequest,
 };
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
 
 use super::form::{
-    Form, HostName, Identity, LogFilter, Parsed, PlainName, Prefix, RoutedPath, Size, Span,
+    Form, HostName, Identity, LogFilter, Origin, Parsed, PlainName, Prefix, RoutedPath, Size, Span,
     SpanOrZero, Status, UrlPath, ms,
 };
 
@@ -48,6 +49,15 @@ pub struct RequestsConfig {
     pub strip_headers: Vec<Parsed<PlainName>>,
 }
 
+/// `[cors]`.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct CorsConfig {
+    /// Origins of web pages that may use this replica from a browser; `*`: any. Default: none, and
+    /// answers say nothing about origins but what engines say.
+    pub allow_origins: Vec<Parsed<Origin>>,
+}
+
 /// `[users]`.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -69,8 +79,8 @@ pub struct UsersConfig {
     /// the charges of its last `cluster.flush_interval`), or `durable`, when its charge is committed
     /// (docs/guide/admission.md).
     pub charges: Charges,
-    /// Which headers answers carry: `none`, `basic` (`x-request-id`, `x-quorate-replica`) or `full`
-    /// (also the decision, unless the request was refused: `x-quorate-backend`, `-policy`,
+    /// Which headers answers carry: `none`, `basic` (`x-request-id`, `x-quorate-replica`, and
+    /// `x-quorate-ignored` with the request's headers that had no effect) or `full` (also the decision, unless the request was refused: `x-quorate-backend`, `-policy`,
     /// `-prefix`, `-index`). `full` lets clients learn what others asked (docs/guide/security.md).
     pub expose: Expose,
     /// Forward a client's `x-vllm-priority` header and `priority` field to engines, whatever

@@ -352,7 +352,7 @@ async fn what_the_data_plane_would_refuse_is_not_explained() {
         (r#"{"path":"/metrics","body":{"model":"m"}}"#, 404),
         (
             r#"{"path":"/v1/completions","headers":{"content-encoding":"gzip"},"body":{"model":"m"}}"#,
-            400,
+            415,
         ),
         (
             r#"{"path":"/v1/completions","headers":{"x-quorate-priority":"high"},"body":{"model":"m"}}"#,

@@ -1,0 +1,152 @@
+//! Whose API a request speaks: in which form its client is told errors, within a stream or instead
+//! of an answer.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http::header::CONTENT_TYPE;
+use http::{HeaderName, HeaderValue, Response, StatusCode};
+use serde::Serialize;
+
+use crate::error::{ProxyError, openai_body, openai_response, rescue};
+
+/// Where Anthropic's clients look for the request's id.
+pub(super) const ANTHROPIC_REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
+
+/// An API.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Dialect {
+    /// OpenAI's, and those of engines that look like it.
+    OpenAi,
+    /// OpenAI's, on the path whose streams have named events.
+    Responses,
+    /// Anthropic's.
+    Anthropic,
+}
+
+impl Dialect {
+    pub(super) fn of(path: &str) -> Self {
+        match path {
+            "/v1/messages" | "/v1/messages/count_tokens" => Self::Anthropic,
+            "/v1/responses" => Self::Responses,
+            _ => Self::OpenAi,
+        }
+    }
+
+    /// Whether events of its streams are named. Such streams have no common last event.
+    pub(super) fn has_named_events(self) -> bool {
+        match self {
+            Self::OpenAi => false,
+            Self::Responses | Self::Anthropic => true,
+        }
+    }
+
+    /// The answer to a request that failed.
+    pub(super) fn response(self, failure: &ProxyError) -> Response<Bytes> {
+        let mut response = openai_response(failure);
+        if self == Self::Anthropic {
+            *response.body_mut() = anthropic_body(failure);
+            let json = HeaderValue::from_static("application/json");
+            response.headers_mut().insert(CONTENT_TYPE, json);
+        }
+        response
+    }
+
+    /// The event that ends a broken stream. `is_within` says that the client has seen the beginning
+    /// of another one.
+    pub(super) fn last_event(self, failure: &ProxyError, is_within: bool) -> Bytes {
+        let body = match self {
+            Self::OpenAi | Self::Responses => openai_body(failure),
+            Self::Anthropic => anthropic_body(failure),
+        };
+        let mut event = BytesMut::with_capacity(body.len() + 64);
+        if is_within {
+            event.put_slice(b"\n\n");
+        }
+        match self {
+            Self::OpenAi => event.put_slice(b"data: "),
+            Self::Responses => {
+                // Events are told apart by name and `type`.
+                event.put_slice(b"event: error\ndata: {\"type\":\"error\",");
+            }
+            Self::Anthropic => event.put_slice(b"event: error\ndata: "),
+        }
+        match self {
+            Self::Responses => event.put_slice(&body[1..]),
+            Self::OpenAi | Self::Anthropic => event.put_slice(&body),
+        }
+        event.put_slice(b"\n\n");
+        event.freeze()
+    }
+}
+
+/// Anthropic's error object.
+fn anthropic_body(failure: &ProxyError) -> Bytes {
+    #[derive(Serialize)]
+    struct Body {
+        #[serde(rename = "type")]
+        type_: &'static str,
+        error: Error,
+    }
+    #[derive(Serialize)]
+    struct Error {
+        #[serde(rename = "type")]
+        type_: &'static str,
+        message: String,
+    }
+    let message = match failure {
+        // The words that its clients look for.
+        ProxyError::ContextTooLong { tokens, tokens_max } => {
+            format!("prompt is too long: {tokens} tokens > {tokens_max} maximum")
+        }
+        failure => failure.to_string(),
+    };
+    let body = Body {
+        type_: "error",
+        error: Error {
+            type_: anthropic_type(rescue(failure).status),
+            message,
+        },
+    };
+    serde_json::to_vec(&body).expect("strings serialise").into()
+}
+
+/// The type that Anthropic's API has for a status.
+fn anthropic_type(status: StatusCode) -> &'static str {
+    match status.as_u16() {
+        401 => "authentication_error",
+        403 => "permission_error",
+        404 => "not_found_error",
+        413 => "request_too_large",
+        429 => "rate_limit_error",
+        503 => "overloaded_error",
+        504 => "timeout_error",
+        500.. => "api_error",
+        _ => "invalid_request_error",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(dialect: Dialect) -> String {
+        let event = dialect.last_event(&ProxyError::EngineTimeout, false);
+        String::from_utf8(event.to_vec()).unwrap()
+    }
+
+    #[test]
+    fn a_stream_ends_in_the_form_of_its_api() {
+        let openai = r#"{"error":{"message":"the backend did not answer in time","type":"server_error","param":null,"code":"backend_timeout"}}"#;
+        assert_eq!(event(Dialect::OpenAi), format!("data: {openai}\n\n"));
+        assert_eq!(
+            event(Dialect::of("/v1/responses")),
+            format!(
+                "event: error\ndata: {{\"type\":\"error\",{}\n\n",
+                &openai[1..]
+            )
+        );
+        assert_eq!(
+            event(Dialect::of("/v1/messages")),
+            "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"timeout_error\",\"message\":\"the backend did not answer in time\"}}\n\n"
+        );
+    }
+}

@@ -1,0 +1,135 @@
+//! Stored responses (`GET` and `DELETE /v1/responses/ID`, `POST /v1/responses/ID/cancel`): they go
+//! to the engine that has them.
+//!
+//! Nothing here knows which one that is, and nothing has to be kept to know it: all engines are
+//! asked in turn, and the first that does not say "not found" answers (ADR 0058). Engines draw ids
+//! at random, so no other engine has another response by the same id. Nothing is charged: no model
+//! runs.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::request::Parts;
+use http::{HeaderValue, Request, Response, StatusCode, Uri};
+use state::ids::BackendRef;
+use tokio::time::{Instant, timeout};
+
+use super::Proxy;
+use super::attempt::read_refusal;
+use super::dialect::Dialect;
+use super::forward::{ForwardResult, clean_head, content, timeouts};
+use super::headers::{Hop, toward_engine};
+use super::relay::{RespondingBackend, ResponseBody};
+use super::sse::WantedUsage;
+use crate::backends::pool::{EngineBody, Segments, SendError};
+use crate::error::ProxyError;
+
+/// How long one engine is waited for. It looks into a table.
+const ENGINE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// An engine that may have the response.
+struct Keeper {
+    handle: BackendRef,
+    id: String,
+    url: String,
+}
+
+/// Answers a request for a stored response.
+pub(super) async fn forward_stored(
+    proxy: &Arc<Proxy>,
+    head: &Parts,
+    peer: &HeaderValue,
+    request_id: &HeaderValue,
+) -> Result<ForwardResult, ProxyError> {
+    let mut was_silent = false;
+    for keeper in keepers(proxy) {
+        let asked = ask(proxy, &keeper, head, (peer, request_id));
+        match timeout(ENGINE_TIMEOUT, asked).await {
+            Ok(Ok(response)) if is_elsewhere(response.status()) => {
+                // Read to its end, so that the connection can be used again.
+                drop(read_refusal(response).await);
+            }
+            Ok(Ok(response)) => return Ok(relay(proxy, &keeper, response)),
+            Ok(Err(SendError::Gone)) => {}
+            Ok(Err(error)) => {
+                let backend = &*keeper.id;
+                tracing::debug!(backend, %error, "could not ask for a stored response");
+                was_silent = true;
+            }
+            Err(_) => was_silent = true,
+        }
+    }
+    if was_silent {
+        // One of those may have it.
+        return Err(ProxyError::Unreachable);
+    }
+    let path = head.uri.path();
+    let id = path.trim_end_matches("/cancel").rsplit('/').next();
+    Err(ProxyError::UnknownResponse {
+        id: id.unwrap_or_default().to_owned(),
+    })
+}
+
+/// All engines that answer. One that drains may have stored what its clients now ask for.
+fn keepers(proxy: &Proxy) -> Vec<Keeper> {
+    let registry = proxy.view.registry();
+    let backends = registry.backends.iter();
+    let up = backends.filter(|it| proxy.backends.is_up(&registry, it));
+    up.map(|backend| Keeper {
+        handle: backend.handle,
+        id: backend.spec.id.clone(),
+        url: backend.spec.url.clone(),
+    })
+    .collect()
+}
+
+/// Whether an engine says that it has no such response, or no such route.
+fn is_elsewhere(status: StatusCode) -> bool {
+    matches!(
+        status,
+        StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED
+    )
+}
+
+async fn ask(
+    proxy: &Proxy,
+    keeper: &Keeper,
+    head: &Parts,
+    (peer, request_id): (&HeaderValue, &HeaderValue),
+) -> Result<Response<EngineBody>, SendError> {
+    let endpoint = proxy.pool.endpoint(keeper.handle, &keeper.url)?;
+    let hop = Hop {
+        peer,
+        version: head.version,
+        request_id,
+        forward_credentials: proxy.settings.api_keys.is_none(),
+        engine_key: proxy.backends.keys().of_requests(&keeper.id, &keeper.url),
+        strip: &proxy.settings.strip_headers,
+    };
+    let target = head.uri.path_and_query().cloned();
+    let uri = target.map_or_else(Uri::default, Uri::from);
+    let build = || {
+        let mut request = Request::new(Segments::default());
+        *request.method_mut() = head.method.clone();
+        *request.uri_mut() = uri.clone();
+        *request.headers_mut() = toward_engine(&head.headers, endpoint.host(), &hop);
+        request
+    };
+    endpoint.send(&build).await
+}
+
+fn relay(proxy: &Arc<Proxy>, keeper: &Keeper, response: Response<EngineBody>) -> ForwardResult {
+    let (mut head, body) = response.into_parts();
+    let dialect = Dialect::Responses;
+    let content = content(head.status, &head.headers, dialect, WantedUsage::ALL);
+    clean_head(&mut head, &content);
+    let source = RespondingBackend {
+        proxy: Arc::clone(proxy),
+        slot: keeper.handle.slot,
+        watched: None,
+    };
+    let first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
+    let waits = timeouts(proxy, first_byte_by);
+    let relay = ResponseBody::new(body, content, None, source, waits);
+    ForwardResult::Relayed(Response::from_parts(head, Arc::new(Mutex::new(relay))))
+}

@@ -1,0 +1,109 @@
+//! Responses that an engine has stored are found wherever they are.
+
+use api::backends::EngineKeys;
+use http::HeaderValue;
+
+use super::client::post;
+use super::engine::{Engine, chunk, json as answer_json, last_chunk, stream_head};
+use super::fleet::{Fleet, PATIENT};
+
+/// An engine that has stored the response with this id.
+async fn keeper(id: &'static str) -> Engine {
+    Engine::answering(move |request| {
+        let line = request.lines().next().unwrap_or_default();
+        let is_here = line.contains(&format!("/v1/responses/{id}"));
+        if is_here && line.contains("stream=true") {
+            let event = format!("event: done\ndata: {{\"id\":\"{id}\"}}\n\n");
+            return vec![stream_head(), chunk(&event), last_chunk()];
+        }
+        match is_here {
+            true => vec![answer_json("200 OK", &format!("{{\"id\":\"{id}\"}}"))],
+            false => vec![answer_json("404 Not Found", "{\"error\":{}}")],
+        }
+    })
+    .await
+}
+
+fn bare(method: &str, path: &str) -> String {
+    format!("{method} {path} HTTP/1.1\r\nhost: router\r\n\r\n")
+}
+
+#[tokio::test]
+async fn the_engine_that_has_it_answers() {
+    let (first, second) = (keeper("resp_a").await, keeper("resp_b").await);
+    let fleet = Fleet::start(&[&first, &second]).await;
+    let mut client = fleet.client().await;
+    for id in ["resp_a", "resp_b"] {
+        let path = format!("/v1/responses/{id}");
+        for request in [
+            bare("GET", &path),
+            bare("DELETE", &path),
+            post(&format!("{path}/cancel"), "", ""),
+        ] {
+            let answer = client.ask(&request).await;
+            assert_eq!(answer.status, 200, "{request}");
+            assert_eq!(answer.body, format!("{{\"id\":\"{id}\"}}"));
+        }
+        let answer = client
+            .ask(bare("GET", &format!("{path}?stream=true")))
+            .await;
+        assert!(answer.body.contains("event: done"), "{}", answer.body);
+        assert!(answer.is_complete);
+    }
+    let seen = second.requests().pop().unwrap();
+    assert!(
+        seen.starts_with("GET /v1/responses/resp_b?stream=true HTTP/1.1"),
+        "{seen}"
+    );
+    // Nothing is kept open by those that did not have it.
+    assert_eq!((first.connections(), second.connections()), (1, 1));
+    fleet.is_idle().await;
+    assert_eq!(fleet.charged().await.started, 0);
+}
+
+#[tokio::test]
+async fn what_nobody_has_is_not_found_unless_an_engine_did_not_answer() {
+    let engine = keeper("resp_a").await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let answer = fleet
+        .client()
+        .await
+        .ask(bare("GET", "/v1/responses/resp_x"))
+        .await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (404, "response_not_found")
+    );
+    assert!(answer.body.contains("resp_x"), "{}", answer.body);
+    let fleet = Fleet::start(&[&engine, &Engine::dead().await]).await;
+    let answer = fleet
+        .client()
+        .await
+        .ask(bare("GET", "/v1/responses/resp_x"))
+        .await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "backend_unreachable")
+    );
+    let answer = fleet
+        .client()
+        .await
+        .ask(bare("GET", "/v1/responses/resp_a"))
+        .await;
+    assert_eq!(answer.status, 200);
+}
+
+#[tokio::test]
+async fn engines_are_asked_with_their_keys() {
+    let engine = keeper("resp_a").await;
+    let mut keys = EngineKeys::default();
+    let url = format!("http://{}", engine.address);
+    keys.add("e0", &url, HeaderValue::from_static("Bearer of-engine"));
+    let fleet = Fleet::start_keyed(&[&engine], keys, PATIENT, |_| {}).await;
+    let request = bare("GET", "/v1/responses/resp_a");
+    let request = request.replacen("host: ", "authorization: Bearer of-client\r\nhost: ", 1);
+    assert_eq!(fleet.client().await.ask(request).await.status, 200);
+    let seen = engine.requests().remove(0);
+    assert!(seen.contains("authorization: Bearer of-engine"), "{seen}");
+    assert!(!seen.contains("of-client"), "{seen}");
+}
