@@ -288,7 +288,25 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::Redirected => (502, "server_error", "backend_redirects"),
         ProxyError::EngineTimeout => (504, "server_error", "backend_timeout"),
     };
-    let retry_after_s = match failure {
+    let should_retry = match failure {
+        ProxyError::EngineBroke
+        | ProxyError::EngineBrokeOff
+        | ProxyError::EngineTimeout
+        | ProxyError::BreaksBackends => Some(false),
+        _ => None,
+    };
+    ErrorResponse {
+        status: StatusCode::from_u16(status).expect("the codes above are valid"),
+        type_,
+        code,
+        retry_after_s: retry_after_s(failure),
+        should_retry,
+    }
+}
+
+/// Seconds after which a retry makes sense; `None`: never, or at once.
+fn retry_after_s(failure: &ProxyError) -> Option<u32> {
+    match failure {
         ProxyError::NoneHealthy
         | ProxyError::NoneSelected
         | ProxyError::OutOfConnections
@@ -306,20 +324,6 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
             Some(seconds.unwrap_or(u32::MAX).max(1))
         }
         _ => None,
-    };
-    let should_retry = match failure {
-        ProxyError::EngineBroke
-        | ProxyError::EngineBrokeOff
-        | ProxyError::EngineTimeout
-        | ProxyError::BreaksBackends => Some(false),
-        _ => None,
-    };
-    ErrorResponse {
-        status: StatusCode::from_u16(status).expect("the codes above are valid"),
-        type_,
-        code,
-        retry_after_s,
-        should_retry,
     }
 }
 

@@ -74,7 +74,7 @@ impl Lines {
 
 async fn fleet(engines: &[&Engine], logged: LoggedRequests) -> Fleet {
     Fleet::start_with(engines, PATIENT, |settings| {
-        settings.logged_requests = logged
+        settings.logged_requests = logged;
     })
     .await
 }
