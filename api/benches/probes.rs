@@ -35,6 +35,7 @@ fn glance(criterion: &mut Criterion) {
         waiting: 1,
         running: 2,
         kv_usage_permille: 3,
+        adapters: None,
     };
     for slot in 0..1024 {
         backends.assume(Slot(slot), &health);

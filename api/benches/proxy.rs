@@ -417,6 +417,7 @@ impl Fleet {
                 waiting,
                 running,
                 kv_usage_permille,
+                adapters: None,
             };
             backends.assume(backend.handle.slot, &health);
         }
@@ -488,6 +489,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         policy: None,
         labels: &[],
         excluded: &[],
+        waiting_here: 0,
     };
     let decisions: Vec<_> = (0..PROMPTS)
         .map(|i| {

@@ -81,6 +81,7 @@ fn router(state: &RouterState) -> Arc<Router> {
                 waiting: 0,
                 running: 0,
                 kv_usage_permille: 0,
+                adapters: None,
             },
         );
     }
@@ -220,6 +221,7 @@ fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
         policy: None,
         labels: &[],
         excluded: &[],
+        waiting_here: 0,
     }
 }
 

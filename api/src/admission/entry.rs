@@ -117,6 +117,14 @@ impl Waiter {
         self.candidate.ask(&self.excluded)
     }
 
+    /// The same as one of `waiting` requests.
+    pub(super) fn ask_among(&self, waiting: usize) -> RoutingRequest<'_> {
+        RoutingRequest {
+            waiting_here: u32::try_from(waiting).unwrap_or(u32::MAX),
+            ..self.ask()
+        }
+    }
+
     pub(super) fn model(&self) -> Arc<str> {
         Arc::from(self.ask().model)
     }

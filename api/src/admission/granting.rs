@@ -121,7 +121,7 @@ impl Admission {
         } else {
             ended.min(GRANTS_MAX)
         };
-        let places = self.decider.free_places(&first.ask(), now);
+        let places = self.decider.free_places(&first.ask_among(waiting), now);
         let count = wanted.min(places.saturating_sub(open)).min(waiting as u64);
         if let Ok(count @ 1..) = u32::try_from(count) {
             self.outbox.note(Item::Grant { model, count });
@@ -175,10 +175,11 @@ impl Admission {
             let Some(entry) = line.entries.get(&wait.ticket) else {
                 continue;
             };
-            let asked = match self.ask(entry, look) {
+            let waiting = line.entries.len();
+            let asked = match self.ask((entry, waiting), look) {
                 Err(RoutingRejection::AtLimit) => {
                     open += 1;
-                    self.want(entry, 1, wanted, look);
+                    self.want((entry, waiting), 1, wanted, look);
                     continue;
                 }
                 Err(why) => DecisionResult::Never(why),

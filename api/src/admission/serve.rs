@@ -301,7 +301,7 @@ impl Admission {
             let Some(entry) = line.entries.get(&ticket) else {
                 continue;
             };
-            match self.ask(entry, look) {
+            match self.ask((entry, line.entries.len()), look) {
                 Err(RoutingRejection::AtLimit) => line.again.push_back(ticket),
                 asked => {
                     if let Some(entry) = line.entries.remove(&ticket) {
@@ -313,14 +313,15 @@ impl Admission {
         }
     }
 
-    /// Whether there is room for this one, and where.
+    /// Whether there is room for this one of `waiting`, and where.
     pub(super) fn ask(
         &self,
-        entry: &Waiter,
+        (entry, waiting): (&Waiter, usize),
         look: &QueueScan,
     ) -> Result<PlacedRequest, RoutingRejection> {
         if !look.is_static() {
-            return self.shares.place(&self.decider, &entry.ask(), look.now);
+            let ask = entry.ask_among(waiting);
+            return self.shares.place(&self.decider, &ask, look.now);
         }
         let mut excluded = self.decider.busy_slots(look.now);
         excluded.extend(self.decider.divided_slots());
@@ -349,7 +350,7 @@ impl Admission {
         let next = queue.next(look.now_ms, &counters, gate, |waiting| {
             let entry = entries.get(&waiting.ticket);
             let entry = entry.expect("who stands in the queue has an entry");
-            match self.ask(entry, look) {
+            match self.ask((entry, entries.len()), look) {
                 Ok(placed) => {
                     asked = Some(DecisionResult::Goes(placed));
                     DispatchVerdict::Go

@@ -19,17 +19,19 @@ const WANTED_MAX: usize = 256;
 const SELECTIVE_MAX: usize = 16;
 
 impl Admission {
-    /// `requests` like this one wait for places.
+    /// `requests` like this one of `waiting` wait for places.
     pub(super) fn want(
         &self,
-        entry: &Waiter,
+        (entry, waiting): (&Waiter, usize),
         requests: u32,
         wanted: &mut WantedPlaces,
         look: &QueueScan,
     ) {
         let waited = look.now.saturating_duration_since(entry.since).as_millis();
         let waited_ms = u32::try_from(waited).unwrap_or(u32::MAX);
-        let backends = self.decider.wanted_backends(&entry.ask(), look.now);
+        let backends = self
+            .decider
+            .wanted_backends(&entry.ask_among(waiting), look.now);
         for backend in backends {
             let waiting = wanted.entry(backend).or_default();
             waiting.requests = waiting.requests.saturating_add(requests);
@@ -46,7 +48,7 @@ impl Admission {
     ) {
         let again = line.again.iter().take(SELECTIVE_MAX);
         for entry in again.filter_map(|ticket| line.entries.get(ticket)) {
-            self.want(entry, 1, wanted, look);
+            self.want((entry, line.entries.len()), 1, wanted, look);
         }
     }
 
@@ -66,10 +68,10 @@ impl Admission {
             entries.partition(|entry| entry.is_selective());
         if let Some(first) = common.first() {
             let requests = u32::try_from(common.len()).unwrap_or(u32::MAX);
-            self.want(first, requests, wanted, look);
+            self.want((first, line.entries.len()), requests, wanted, look);
         }
         for entry in selective.into_iter().take(SELECTIVE_MAX) {
-            self.want(entry, 1, wanted, look);
+            self.want((entry, line.entries.len()), 1, wanted, look);
         }
     }
 }

@@ -7,13 +7,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use state::command::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 
+use super::adapters::{LoraAdapters, LoraSeries};
 use super::text::{self, MetricsPageError, Sample};
 
 /// Maximum number of models that one engine may list.
 pub const MODELS_PER_ENGINE_MAX: usize = 1024;
 
 /// Figures of a metrics page; `None` if the page does not have them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct EngineMetrics {
     /// Running requests from all clients.
     pub running: Option<u32>,
@@ -33,6 +34,8 @@ pub struct EngineMetrics {
     pub prompt_tokens: Option<u64>,
     /// Start time of the engine process, in Unix seconds.
     pub started_at_s: Option<u64>,
+    /// LoRA adapters, where the engine serves any.
+    pub adapters: Option<LoraAdapters>,
 }
 
 impl EngineMetrics {
@@ -41,8 +44,12 @@ impl EngineMetrics {
     /// # Errors
     /// [`MetricsPageError`] if the page does not follow the text format.
     pub fn read(page: &[u8]) -> Result<Self, MetricsPageError> {
-        let mut metrics = Self::default();
-        text::read(page, |sample| metrics.add(&sample))?;
+        let (mut metrics, mut adapters) = (Self::default(), LoraSeries::default());
+        text::read(page, |sample| match sample.name {
+            LoraSeries::NAME => adapters.add(&sample),
+            _ => metrics.add(&sample),
+        })?;
+        metrics.adapters = adapters.adapters();
         Ok(metrics)
     }
 
@@ -161,6 +168,14 @@ pub struct EngineModel {
     pub permission: Option<Value>,
 }
 
+impl EngineModel {
+    /// Whether it is a LoRA adapter.
+    pub(super) fn is_adapter(&self) -> bool {
+        let parent = self.parent.as_ref();
+        parent.is_some_and(|parent| *parent != self.id)
+    }
+}
+
 impl From<ListedModel> for EngineModel {
     fn from(listed: ListedModel) -> Self {
         let text = |value: Value| match value {
@@ -229,6 +244,7 @@ mod tests {
             prefix_hit_tokens: Some(1_201_664),
             prompt_tokens: Some(1_834_215),
             started_at_s: Some(1_763_630_102),
+            adapters: None,
         };
         assert_eq!(EngineMetrics::read(page), Ok(expected));
     }
@@ -305,6 +321,12 @@ mod tests {
         let models = read_models(body).unwrap();
         let ids: Vec<_> = models.iter().map(|model| &*model.id).collect();
         assert_eq!(ids, ["a", "b"]);
+        let body = br#"{"data":[{"id":"b","parent":"base"},{"id":"base","parent":null},
+            {"id":"a","parent":"base"},{"id":"c","parent":7},{"id":"d","parent":"d"}]}"#;
+        let mut models = read_models(body).unwrap();
+        models.retain(EngineModel::is_adapter);
+        let adapters: Vec<_> = models.iter().map(|model| &*model.id).collect();
+        assert_eq!(adapters, ["a", "b"]);
         for bad in [
             &b"<html>"[..],
             b"[]",

@@ -18,6 +18,8 @@ pub fn engine_metrics(bytes: &[u8]) {
     assert_eq!(metrics.is_ok(), read.is_ok());
     if let Ok(metrics) = metrics {
         assert!(metrics.kv_usage_permille.is_none_or(|it| it <= 1000));
+        let adapters = metrics.adapters.unwrap_or_default();
+        assert!(adapters.resident.is_sorted());
     }
 }
 
@@ -40,6 +42,8 @@ pub fn engine_metrics_seeds() -> Vec<Vec<u8>> {
             "vllm:num_requests_waiting{engine=\"0\",model_name=\"a\\n\\\"\\\\b\"} 1e1\n",
             "vllm:kv_cache_usage_perc{engine=\"0\",model_name=\"a\"} 0.25\n",
             "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"2048\"} 1.0\n",
+            "vllm:lora_requests_info{max_lora=\"2\",running_lora_adapters=\"a,b\",",
+            "waiting_lora_adapters=\"c\"} 1.75e+09\n",
             "process_start_time_seconds 1.75e+09\n",
         ),
         concat!(

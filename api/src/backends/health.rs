@@ -11,6 +11,7 @@ use serde::Serialize;
 use state::command::EngineFacts;
 use state::ids::Slot;
 
+use super::adapters::EngineAdapters;
 use super::engine::{EngineMetrics, EngineModel};
 use crate::sync::{ArcSwapOption, AtomicU64, Mutex, MutexGuard, Notify, Ordering};
 
@@ -32,6 +33,8 @@ pub struct Health {
     pub running: u32,
     /// KV cache usage, in thousandths.
     pub kv_usage_permille: u32,
+    /// Its LoRA adapters; `None` if it does not tell of any.
+    pub adapters: Option<Arc<EngineAdapters>>,
 }
 
 /// Meaning of a failed probe.
@@ -52,6 +55,8 @@ pub struct Glance {
     pub is_healthy: bool,
     /// Whether the backend is unhealthy although the last probe was not refused a connection.
     pub is_doubtful: bool,
+    /// Whether [`Health::adapters`] says anything.
+    pub has_adapters: bool,
     /// Requests in the engine's queue, at most [`Glance::COUNT_MAX`].
     pub waiting: u32,
     /// Requests running in the engine, at most [`Glance::COUNT_MAX`].
@@ -65,12 +70,13 @@ impl Glance {
     pub const COUNT_MAX: u32 = (1 << 24) - 1;
 
     /// Packs the fields into one word. Bit 63: the slot is occupied, bit 62: healthy, bit 61:
-    /// doubtful, bits 48 to 57: usage, bits 24 to 47: waiting, bits 0 to 23: running.
+    /// doubtful, bit 60: it tells of adapters, bits 48 to 57: usage, bits 24 to 47: waiting, bits 0 to 23: running.
     fn pack(self) -> u64 {
         let count = |count: u32| u64::from(count.min(Self::COUNT_MAX));
         1 << 63
             | u64::from(self.is_healthy) << 62
             | u64::from(self.is_doubtful) << 61
+            | u64::from(self.has_adapters) << 60
             | u64::from(self.kv_usage_permille.min(1000)) << 48
             | count(self.waiting) << 24
             | count(self.running)
@@ -81,6 +87,7 @@ impl Glance {
         (word >> 63 == 1).then(|| Self {
             is_healthy: word >> 62 & 1 == 1,
             is_doubtful: word >> 61 & 1 == 1,
+            has_adapters: word >> 60 & 1 == 1,
             kv_usage_permille: (word >> 48) as u32 & 1023,
             waiting: count(24),
             running: count(0),
@@ -120,7 +127,18 @@ pub struct ProbeRecord {
     pub told: Option<EngineFacts>,
     /// Tokens per block of its model, where the engine's own blocks cannot be told in them.
     pub unfit_block_size: Option<u32>,
+    /// Adapters that this replica sent requests for and the metrics need not name yet, with the
+    /// number of scrapes until they must.
+    #[serde(skip)]
+    pub(crate) sent_adapters: Vec<(String, u8)>,
+    /// What follows from this, the metrics and the list for decisions.
+    #[serde(skip)]
+    pub(crate) adapters: Option<Arc<EngineAdapters>>,
 }
+
+/// Number of scrapes after which an adapter is in memory only if the engine says so: one may have
+/// begun before the request arrived.
+const SENT_SCRAPES: u8 = 2;
 
 impl ProbeRecord {
     fn unprobed(id: &str) -> Self {
@@ -162,6 +180,50 @@ impl ProbeRecord {
         self.scrape_failures_in_row = 0;
         self.metrics_detail = None;
         self.metrics = metrics;
+        self.sent_adapters.retain_mut(|(_, scrapes)| {
+            *scrapes -= 1;
+            *scrapes > 0
+        });
+        self.combine_adapters();
+    }
+
+    /// Records a model list.
+    pub(crate) fn listed(&mut self, models: Arc<[EngineModel]>) {
+        self.models = Some(models.iter().map(|model| model.id.clone()).collect());
+        self.listed = Some(models);
+        self.combine_adapters();
+    }
+
+    fn listed_adapters(&self) -> impl Iterator<Item = &String> {
+        let listed = self.listed.iter().flat_map(|models| models.iter());
+        let adapters = listed.filter(|model| model.is_adapter());
+        adapters.map(|model| &model.id)
+    }
+
+    /// Records that a request for `model` was sent: an adapter is loaded for it.
+    pub(crate) fn sent(&mut self, model: &str) {
+        let is_adapter = |listed: &String| listed == model;
+        if self.listed_adapters().any(is_adapter) {
+            self.sent_adapters.retain(|(sent, _)| sent != model);
+            self.sent_adapters.push((model.to_owned(), SENT_SCRAPES));
+            self.combine_adapters();
+        }
+    }
+
+    fn combine_adapters(&mut self) {
+        let Some(told) = &self.metrics.adapters else {
+            self.adapters = None;
+            return;
+        };
+        let mut resident = told.resident.clone();
+        resident.extend(self.sent_adapters.iter().map(|(sent, _)| sent.clone()));
+        resident.sort_unstable();
+        resident.dedup();
+        self.adapters = Some(Arc::new(EngineAdapters {
+            max: told.max,
+            resident,
+            listed: self.listed_adapters().cloned().collect(),
+        }));
     }
 
     /// Records a failed scrape. Outdated figures are worse than none.
@@ -170,6 +232,7 @@ impl ProbeRecord {
         self.metrics_detail = Some(why);
         if self.scrape_failures_in_row >= SCRAPE_FAILURES_MAX {
             self.metrics = EngineMetrics::default();
+            self.combine_adapters();
         }
     }
 
@@ -178,6 +241,7 @@ impl ProbeRecord {
         Glance {
             is_healthy: self.is_healthy,
             is_doubtful: !self.is_healthy && self.fault == Some(Fault::Unwell),
+            has_adapters: self.adapters.is_some(),
             waiting: self.metrics.waiting.unwrap_or(0),
             running: self.metrics.running.unwrap_or(0),
             kv_usage_permille: self.metrics.kv_usage_permille.unwrap_or(0),
@@ -191,6 +255,7 @@ impl ProbeRecord {
             waiting: self.metrics.waiting.unwrap_or(0),
             running: self.metrics.running.unwrap_or(0),
             kv_usage_permille: self.metrics.kv_usage_permille.unwrap_or(0),
+            adapters: self.adapters.clone(),
         }
     }
 }
@@ -317,6 +382,8 @@ impl HealthCell {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::adapters::{AdapterPlace, LoraAdapters};
+    use super::super::engine::read_models;
     use super::*;
 
     const S: Slot = Slot(0);
@@ -394,16 +461,47 @@ mod tests {
         assert_eq!(record.health().waiting, 0);
     }
 
+    #[test]
+    fn an_adapter_that_was_sent_for_is_there_until_the_engine_says_otherwise() {
+        let mut record = ProbeRecord::unprobed("a");
+        let told = |resident: &[&str]| EngineMetrics {
+            adapters: Some(LoraAdapters {
+                max: 2,
+                resident: resident.iter().map(ToString::to_string).collect(),
+            }),
+            ..EngineMetrics::default()
+        };
+        let place = |record: &ProbeRecord| record.adapters.as_ref().unwrap().place("x");
+        let list = br#"{"data":[{"id":"x","parent":"base"},{"id":"base"}]}"#;
+        record.listed(read_models(list).unwrap().into());
+        record.sent("x");
+        assert_eq!(record.adapters, None, "it tells of no adapters");
+        record.scraped(told(&["b"]));
+        record.sent("x");
+        record.sent("base");
+        assert_eq!(record.adapters.as_ref().unwrap().resident, ["b", "x"]);
+        record.scraped(told(&["b"]));
+        assert_eq!(place(&record), AdapterPlace::Resident);
+        record.scraped(told(&["b"]));
+        assert_eq!(place(&record), AdapterPlace::Room);
+        record.scraped(told(&["b", "c"]));
+        assert_eq!(place(&record), AdapterPlace::Other);
+        assert!(record.glance().has_adapters);
+    }
+
     proptest! {
         #[test]
         fn a_glance_is_read_as_it_was_packed(
             is_healthy: bool,
             is_doubtful: bool,
+            has_adapters: bool,
             waiting: u32,
             running: u32,
             kv_usage_permille in 0u32..=1000,
         ) {
-            let glance = Glance { is_healthy, is_doubtful, waiting, running, kv_usage_permille };
+            let glance = Glance {
+                is_healthy, is_doubtful, has_adapters, waiting, running, kv_usage_permille,
+            };
             prop_assert_eq!(Glance::unpack(glance.pack()).unwrap(), Glance {
                 waiting: waiting.min(Glance::COUNT_MAX),
                 running: running.min(Glance::COUNT_MAX),

@@ -9,6 +9,7 @@
 //! A backend starts unhealthy and is probed at once. One success makes it healthy, two consecutive
 //! failures make it unhealthy. The data plane reads health without waiting.
 
+mod adapters;
 mod circuit;
 mod client;
 mod engine;
@@ -37,6 +38,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+pub use adapters::{AdapterPlace, EngineAdapters, LoraAdapters};
 pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
@@ -61,7 +63,12 @@ pub struct Backends {
     events: OnceLock<EventBus>,
     changes: watch::Sender<u64>,
     circuits: Arc<CircuitBreakers>,
+    queueing_threshold_lora: u32,
 }
+
+/// Longest queue at which a request goes to an engine for the adapter that it has in memory: what
+/// the Gateway API's endpoint picker began with.
+pub const QUEUEING_THRESHOLD_LORA: u32 = 50;
 
 /// Settings of the probes.
 #[derive(Debug, Clone)]
@@ -136,7 +143,15 @@ impl Backends {
             events: OnceLock::new(),
             changes: watch::Sender::new(0),
             circuits: Arc::new(CircuitBreakers::new(CircuitSettings::default())),
+            queueing_threshold_lora: QUEUEING_THRESHOLD_LORA,
         }
+    }
+
+    /// Sets the longest queue at which an engine is preferred for an adapter in its memory.
+    #[must_use]
+    pub fn preferring_adapters(mut self, queueing_threshold_lora: u32) -> Self {
+        self.queueing_threshold_lora = queueing_threshold_lora;
+        self
     }
 
     /// Sets the circuit breaker settings.
@@ -167,6 +182,28 @@ impl Backends {
     #[must_use]
     pub fn health(&self, slot: Slot) -> Option<Arc<Health>> {
         self.board.health(slot)
+    }
+
+    /// Returns the place of `model` as an adapter at the engine in `slot`.
+    #[must_use]
+    pub fn adapter_place(&self, slot: Slot, model: &str) -> AdapterPlace {
+        let health = self.health(slot);
+        let adapters = health.as_ref().and_then(|health| health.adapters.as_ref());
+        adapters.map_or(AdapterPlace::Other, |adapters| adapters.place(model))
+    }
+
+    /// Returns the longest queue at which an engine is preferred for an adapter in its memory.
+    pub(crate) fn queueing_threshold_lora(&self) -> u32 {
+        self.queueing_threshold_lora
+    }
+
+    /// Records that a request for `model` was sent to the engine in `slot`, which loads it if it is
+    /// an adapter. A load, where engines tell of no adapters.
+    pub(crate) fn sent(&self, slot: Slot, model: &str) {
+        let has_adapters = self.glance(slot).is_some_and(|glance| glance.has_adapters);
+        if has_adapters && self.adapter_place(slot, model) != AdapterPlace::Resident {
+            self.board.update(slot, None, |record| record.sent(model));
+        }
     }
 
     /// Returns the part of [`Backends::health`] that a decision needs, with one atomic load and no
@@ -308,6 +345,7 @@ impl Backends {
             record.metrics.waiting = Some(health.waiting);
             record.metrics.running = Some(health.running);
             record.metrics.kv_usage_permille = Some(health.kv_usage_permille);
+            record.adapters.clone_from(&health.adapters);
         });
         self.changed();
     }

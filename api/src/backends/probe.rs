@@ -149,7 +149,7 @@ impl Probe {
             Ok(metrics) => {
                 let mut is_healthy = true;
                 self.stay.update(|record| {
-                    record.scraped(metrics);
+                    record.scraped(metrics.clone());
                     is_healthy = record.is_healthy;
                 });
                 if !is_healthy {
@@ -172,11 +172,8 @@ impl Probe {
         });
         match read {
             Ok(listed) => {
-                let models: Vec<_> = listed.iter().map(|model| model.id.clone()).collect();
-                self.stay.update(|record| {
-                    record.models = Some(models.clone());
-                    record.listed = Some(listed.into());
-                });
+                let models = listed.iter().map(|model| model.id.clone()).collect();
+                self.stay.update(|record| record.listed(listed.into()));
                 Some(models)
             }
             Err(why) => {

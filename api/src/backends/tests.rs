@@ -209,6 +209,7 @@ async fn a_vllm_engine_becomes_healthy_and_is_described() {
             waiting: 3,
             running: 7,
             kv_usage_permille: 418,
+            adapters: None,
         }
     );
     let (backend, facts) = bench.told.recv().await.unwrap();

@@ -88,6 +88,7 @@ impl ClientRequest {
             policy: self.preferences.policy.as_ref(),
             labels: &self.preferences.labels,
             excluded,
+            waiting_here: 0,
         }
     }
 }

@@ -143,6 +143,7 @@ impl Dispatcher {
         before.running = before.running.saturating_sub(1);
         let stopwatch = AttemptTimer::start(before, uncached_tokens, now);
         let underway = place.into_guard(uncached_tokens);
+        self.backends.sent(backend.slot, ask.model);
         let meter = InFlightGuard::at(self.fleet.meter(backend, &decision.name));
         let held = self.held(backend, &identity.chain, decision.matched);
         let (user, advance) = self.outbox.with(|outbox| {

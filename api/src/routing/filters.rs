@@ -2,8 +2,9 @@
 //!
 //! A backend is out at the first filter that it does not pass: it serves other models, was tried,
 //! does not answer, drains, fails at its work (its circuit is open), has not loaded the adapter
-//! that others have, lacks a label, is too small, or has as many requests as it may. `explain`
-//! shows each one's verdict, the metrics count them.
+//! that others have, lacks a label, is too small, would have to load the adapter that others have
+//! in memory, or has as many requests as it may. `explain` shows each one's verdict, the metrics
+//! count them.
 
 use state::Backend;
 use state::ids::BackendRef;
@@ -11,6 +12,7 @@ use state::outputs::batch::fits;
 use state::policy::Candidate;
 use tokio::time::Instant;
 
+use super::adapters::{AdapterCandidate, preferred};
 use super::decide::Decider;
 use super::fleet::{DecisionScratch, RoutingTable, user_of};
 use super::verdict::FilterVerdict;
@@ -134,7 +136,9 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         }
         self.keep_loaded();
         self.keep_labelled()?;
-        self.keep_large_enough()
+        self.keep_large_enough()?;
+        self.keep_resident();
+        Ok(())
     }
 
     /// Whether enough backends may be out by their probes alone that these are to be doubted: no
@@ -162,6 +166,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             match (verdict, glance) {
                 (FilterVerdict::Candidate, Some(glance)) => {
                     self.scratch.places.push(at);
+                    self.scratch.has_adapters |= glance.has_adapters;
                     self.scratch.candidates.push(Candidate {
                         slot: backend.handle.slot,
                         waiting: glance.waiting,
@@ -279,6 +284,26 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             return Err(RoutingRejection::TooLarge);
         }
         Ok(())
+    }
+
+    /// Keeps those that have the adapter in memory, up to a threshold of their queues. Engines list
+    /// all adapters that they can load, so [`Self::keep_loaded`] does not tell them apart.
+    fn keep_resident(&mut self) {
+        if !self.scratch.has_adapters {
+            return;
+        }
+        let (backends, ask) = (&self.decider.backends, self.ask);
+        let threshold = backends.queueing_threshold_lora();
+        let seen = |candidate: &Candidate| AdapterCandidate {
+            place: backends.adapter_place(candidate.slot, ask.model),
+            queue: candidate.waiting.saturating_add(ask.waiting_here),
+        };
+        let Some(wanted) = preferred(self.scratch.candidates.iter().map(seen), threshold) else {
+            return;
+        };
+        self.retain(FilterVerdict::NotResident, |candidate, _| {
+            seen(candidate).is(wanted, threshold)
+        });
     }
 
     /// Keeps those that run less than they may, from all replicas as far as is known, and from

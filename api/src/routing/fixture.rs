@@ -154,6 +154,7 @@ pub(super) const HEALTHY: Health = Health {
     waiting: 0,
     running: 0,
     kv_usage_permille: 0,
+    adapters: None,
 };
 
 /// A router over `port`'s log, all its backends healthy, blocks of 16 bytes.

@@ -149,6 +149,8 @@ pub(super) struct DecisionScratch {
     pub(super) open: Vec<(u64, Slot)>,
     /// Whether probes are doubted.
     pub(super) is_panic: bool,
+    /// Whether any candidate tells of its adapters.
+    pub(super) has_adapters: bool,
     /// By place in the registry, where decisions are recorded.
     pub(super) verdicts: Vec<FilterVerdict>,
 }
@@ -157,6 +159,7 @@ impl DecisionScratch {
     pub(super) fn clear(&mut self) {
         self.candidates.clear();
         self.places.clear();
+        self.has_adapters = false;
         self.tally = FilterCounts::default();
     }
 

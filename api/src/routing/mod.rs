@@ -11,6 +11,7 @@
 //!   [`Router::run_outbox`] carries it there;
 //! - the [`LoadTable`] knows what runs where, here and at the peers.
 
+mod adapters;
 mod attempt;
 mod decide;
 mod dispatch;
@@ -151,6 +152,8 @@ pub struct RoutingRequest<'a> {
     pub labels: &'a [(String, String)],
     /// Backends tried already.
     pub excluded: &'a [Slot],
+    /// Requests for the model that wait at this replica.
+    pub waiting_here: u32,
 }
 
 /// A decision, with what the response headers tell.

@@ -1,6 +1,7 @@
 //! Requests through a whole router over the real state: identity, choice, books, and that nothing
 //! is left behind however an attempt ends.
 
+mod adapters;
 mod filters;
 mod panic;
 mod policies;
@@ -135,6 +136,7 @@ fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest
         policy: None,
         labels: &[],
         excluded,
+        waiting_here: 0,
     }
 }
 

@@ -24,13 +24,15 @@ pub enum FilterVerdict {
     OtherLabels,
     /// Its cache cannot hold the prompt.
     TooSmall,
+    /// Other candidates have the adapter in memory, or room for it, and a short queue.
+    NotResident,
     /// It has as many requests as it may.
     AtLimit,
 }
 
 impl FilterVerdict {
     /// All that take a backend out.
-    pub(super) const FILTERS: [(Self, &'static str); 9] = [
+    pub(super) const FILTERS: [(Self, &'static str); 10] = [
         (Self::OtherModel, "other-model"),
         (Self::Tried, "tried"),
         (Self::Unhealthy, "unhealthy"),
@@ -39,6 +41,7 @@ impl FilterVerdict {
         (Self::NotLoaded, "not-loaded"),
         (Self::OtherLabels, "other-labels"),
         (Self::TooSmall, "too-small"),
+        (Self::NotResident, "not-resident"),
         (Self::AtLimit, "at-limit"),
     ];
 }

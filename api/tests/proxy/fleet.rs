@@ -53,6 +53,7 @@ const HEALTHY: Health = Health {
     waiting: 0,
     running: 0,
     kv_usage_permille: 0,
+    adapters: None,
 };
 
 /// A drain that never cuts within a test.

@@ -116,7 +116,9 @@ impl CoreParts {
         let view = shared.state().view();
         let events = EventBus::new(clock.clone());
         shared.digests.announce(events.clone());
-        let backends = Backends::new(formation::probe_settings(config)).breaking(config.circuit);
+        let backends = Backends::new(formation::probe_settings(config))
+            .breaking(config.circuit)
+            .preferring_adapters(config.queueing_threshold_lora);
         let backends = Arc::new(backends);
         backends.announce(events.clone());
         let router = Router::new(RouterParts {

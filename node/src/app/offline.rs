@@ -111,4 +111,5 @@ const ASSUMED: Health = Health {
     waiting: 0,
     running: 0,
     kv_usage_permille: 0,
+    adapters: None,
 };

@@ -39,6 +39,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         policy: routing::named(&policies, &file.routing.policy),
         routing: routing::settings(&file, &policies, found),
         select: routing::select(&file),
+        queueing_threshold_lora: file.routing.queueing_threshold_lora,
         policy_overrides: match file.routing.allow_override {
             true => policies,
             false => Vec::new(),

@@ -152,6 +152,11 @@ pub struct RoutingConfig {
     pub allow_override: bool,
     /// Let requests select backends by label with `x-quorate-select: key=value,...`.
     pub allow_select: bool,
+    /// Longest queue at which a request for a LoRA adapter is kept to the engines that have it in
+    /// memory: requests waiting in the engine, and here for the adapter. Beyond it any engine may
+    /// load it.
+    #[default(api::backends::QUEUEING_THRESHOLD_LORA)]
+    pub queueing_threshold_lora: u32,
     /// Let `cost` use prices learned per backend instead of its settings. Read when a cluster is
     /// created; later use `PUT /admin/v1/routing`.
     #[default(RoutingSettings::default().learn)]

@@ -79,6 +79,8 @@ pub struct Config {
     pub routing: RoutingSettings,
     /// Labels that a backend must have.
     pub select: SelectSettings,
+    /// Longest queue at which engines are preferred for an adapter in their memory.
+    pub queueing_threshold_lora: u32,
     /// When circuits open.
     pub circuit: CircuitSettings,
     /// Paths that are routed besides the built-in ones.

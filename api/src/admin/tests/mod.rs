@@ -273,6 +273,7 @@ impl Bench {
             waiting: 2,
             running: 5,
             kv_usage_permille: 250,
+            adapters: None,
         };
         bench.admin.backends.assume(Slot(0), &healthy);
         bench

@@ -15,6 +15,8 @@
 
 mod sync;
 
+#[path = "../../../../api/src/backends/adapters.rs"]
+mod adapters;
 #[path = "../../../../api/src/backends/circuit.rs"]
 mod circuit;
 #[path = "../../../../api/src/backends/engine.rs"]

@@ -49,6 +49,7 @@ impl AdmissionRequest for ChatRequest {
             policy: None,
             labels: &[],
             excluded,
+            waiting_here: 0,
         }
     }
 

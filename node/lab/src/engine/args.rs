@@ -9,7 +9,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::events::{EventEncoding, PublisherFaults};
 use super::model::EngineShape;
-use super::{EmulatedEngine, EngineOptions, EventsOptions};
+use super::{EmulatedEngine, EngineOptions, EventsOptions, LoraOptions};
 
 /// Run an emulated vLLM engine.
 #[derive(Debug, Clone, clap::Args)]
@@ -44,6 +44,15 @@ pub struct EngineArgs {
     /// Seed of the generated words
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Name of a LoRA adapter to serve; may be given more than once
+    #[arg(long, value_name = "NAME")]
+    lora: Vec<String>,
+    /// Maximum number of adapters in memory
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    max_loras: u32,
+    /// Milliseconds to load an adapter
+    #[arg(long, value_name = "MS", default_value_t = 200.0, value_parser = positive)]
+    lora_load_ms: f64,
     /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557
     #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
     kv_events: Option<SocketAddr>,
@@ -100,6 +109,11 @@ impl From<EngineArgs> for EngineOptions {
             },
             speed: args.speed,
             seed: args.seed,
+            lora: LoraOptions {
+                names: args.lora,
+                max_loras: args.max_loras,
+                load: Duration::from_secs_f64(args.lora_load_ms / 1e3),
+            },
             ..Self::default()
         }
     }

@@ -17,6 +17,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::events::{FaultKind, Publisher};
+use super::lora::LoraSeries;
 use super::model::{ComputeJob, EngineStats, Finish, RequestId, RequestProgress, Scheduler};
 
 /// How far the model's time may be behind the clock before the difference is forgiven: an engine
@@ -43,6 +44,8 @@ struct DriverInner {
     outlets: HashMap<RequestId, Arc<ProgressSlot>>,
     /// What befalls the engine when it is idle.
     fate: FaultKind,
+    /// Adapters under way, step by step.
+    lora: LoraSeries,
 }
 
 /// Where one request's progress is put and picked up.
@@ -85,6 +88,7 @@ impl DriverCore {
                 scheduler,
                 outlets: HashMap::new(),
                 fate: FaultKind::Nothing,
+                lora: LoraSeries::default(),
             }),
             work: Notify::new(),
             open: watch::Sender::new(0),
@@ -140,6 +144,11 @@ impl DriverCore {
         self.lock().scheduler.stats()
     }
 
+    /// Adapters under way, step by step.
+    pub(super) fn lora_series(&self) -> LoraSeries {
+        self.lock().lora.clone()
+    }
+
     /// Most tokens a request can have.
     #[must_use]
     pub(super) fn tokens_max(&self) -> u32 {
@@ -156,7 +165,12 @@ impl DriverCore {
     pub(super) async fn drive(self: Arc<Self>) {
         let mut model_time = Instant::now();
         loop {
-            let step = self.lock().scheduler.begin_step();
+            let step = {
+                let mut inner = self.lock();
+                let step = inner.scheduler.begin_step();
+                inner.note_adapters();
+                step
+            };
             let Some(step) = step else {
                 self.work.notified().await;
                 model_time = Instant::now();
@@ -234,6 +248,13 @@ impl DriverCore {
         self.inner
             .lock()
             .expect("no holder of the scheduler panics")
+    }
+}
+
+impl DriverInner {
+    fn note_adapters(&mut self) {
+        let (running, waiting) = self.scheduler.adapters();
+        self.lora.note(running, waiting, unix_time().as_secs_f64());
     }
 }
 

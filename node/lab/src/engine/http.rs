@@ -25,6 +25,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
+use super::EngineOptions;
 use super::answer::{AnswerHeader, CompletionKind, EventStream, UsageOptions, error_body};
 use super::driver::{DriverCore, unix_time};
 use super::events::{REPLAY_MESSAGES, TOPIC};
@@ -53,6 +54,10 @@ const METRICS: [(HeaderName, &str); 1] =
 pub(super) struct EngineServer {
     core: Arc<DriverCore>,
     model: String,
+    /// Served adapters.
+    adapters: Vec<Arc<str>>,
+    /// How many of them fit in memory.
+    max_loras: u32,
     shape: EngineShape,
     seed: u64,
     requests: AtomicU64,
@@ -119,14 +124,17 @@ struct Detokenize {
 }
 
 impl EngineServer {
-    /// The surface of an engine that serves `model` on `core`.
+    /// The surface of an engine that was started with `options`, on `core`.
     #[must_use]
-    pub(super) fn new(core: Arc<DriverCore>, model: String, shape: EngineShape, seed: u64) -> Self {
+    pub(super) fn new(core: Arc<DriverCore>, options: &EngineOptions) -> Self {
+        let names = options.lora.names.iter();
         Self {
             core,
-            model,
-            shape,
-            seed,
+            model: options.model.clone(),
+            adapters: names.map(|name| Arc::from(&**name)).collect(),
+            max_loras: options.lora.max_loras,
+            shape: options.shape,
+            seed: options.seed,
             requests: AtomicU64::new(0),
         }
     }
@@ -177,19 +185,19 @@ impl EngineServer {
             },
             &body,
         )?;
-        surface.check_model(&parsed.model)?;
+        let adapter = surface.adapter_of(&parsed.model)?;
         let wanted = check_extras(&body)?;
         let salt = parsed.cache_salt.unwrap_or_default();
         let bytes = sequence_bytes(parsed.prompt, parsed.reply == ReplyShape::Message);
         let prompt_tokens = token_count(bytes.len());
         let max_tokens = wanted.unwrap_or(DEFAULT_MAX_TOKENS);
         surface.check_length(prompt_tokens, max_tokens)?;
-        let sequence = surface.sequence(&bytes, &salt);
+        let sequence = surface.sequence(&bytes, (adapter.as_deref().unwrap_or(""), &salt));
         let heading = AnswerHeader {
             kind,
             id: surface.request_id(&headers, kind),
             created_s: unix_time().as_secs(),
-            model: surface.model.clone(),
+            model: parsed.model,
             voice: sequence.voice(),
             prompt_tokens,
         };
@@ -202,6 +210,7 @@ impl EngineServer {
             sequence,
             max_tokens,
             ending,
+            adapter,
         });
         if parsed.stream {
             let include = parsed.include_usage.unwrap_or(false);
@@ -217,12 +226,12 @@ impl EngineServer {
     }
 
     /// A request's sequence. It remembers its tokens if the engine publishes them.
-    fn sequence(&self, bytes: &[u8], salt: &str) -> Sequence {
+    fn sequence(&self, bytes: &[u8], adapter_and_salt: (&str, &str)) -> Sequence {
         let new = match self.core.publisher() {
             Some(_) => Sequence::remembering,
-            None => Sequence::new,
+            None => Sequence::of_adapter,
         };
-        new(bytes, salt, self.shape.block_size, self.seed)
+        new(bytes, adapter_and_salt, self.shape.block_size, self.seed)
     }
 
     async fn load(State(surface): Shared) -> Json<Value> {
@@ -248,7 +257,9 @@ impl EngineServer {
         let parsed = parse(if asked.messages.is_some() { CHAT } else { TEXT }, &body)?;
         let salt = parsed.cache_salt.unwrap_or_default();
         let bytes = sequence_bytes(parsed.prompt, parsed.reply == ReplyShape::Message);
-        let sequence = surface.sequence(&bytes, &salt);
+        let adapter = surface.adapter_of(&parsed.model).ok().flatten();
+        let adapter = adapter.as_deref().unwrap_or("");
+        let sequence = surface.sequence(&bytes, (adapter, &salt));
         let (blocks, all) = surface.core.look(|scheduler| {
             (
                 scheduler.cached_prefix(&sequence),
@@ -279,7 +290,7 @@ impl EngineServer {
     ) -> Result<Json<Value>, RequestRejection> {
         let body = body?;
         let parsed = parse(TOKENIZE, &body)?;
-        surface.check_model(&parsed.model)?;
+        surface.adapter_of(&parsed.model)?;
         let asked: Tokenize = read(&body, None)?;
         let is_chat = asked.messages.is_some() && asked.add_generation_prompt.unwrap_or(true);
         let tokens = token_ids(&sequence_bytes(parsed.prompt, is_chat));
@@ -296,9 +307,13 @@ impl EngineServer {
         Ok(Json(json!({ "prompt": detokenize(&tokens) })))
     }
 
-    fn check_model(&self, model: &str) -> Result<(), RequestRejection> {
+    /// The adapter that requests call `model`; `None`: it is the base model.
+    fn adapter_of(&self, model: &str) -> Result<Option<Arc<str>>, RequestRejection> {
         if model == self.model {
-            return Ok(());
+            return Ok(None);
+        }
+        if let Some(adapter) = self.adapters.iter().find(|adapter| ***adapter == *model) {
+            return Ok(Some(Arc::clone(adapter)));
         }
         Err(RequestRejection {
             status: StatusCode::NOT_FOUND,
@@ -346,27 +361,33 @@ impl EngineServer {
     }
 
     async fn models(State(surface): Shared) -> Json<Value> {
-        Json(json!({
-            "object": "list",
-            "data": [{
-                "id": surface.model,
+        let listed = |name: &str, parent: Option<&str>| {
+            json!({
+                "id": name,
                 "object": "model",
                 "created": unix_time().as_secs(),
                 "owned_by": "vllm",
-                "root": surface.model,
-                "parent": null,
+                "root": name,
+                "parent": parent,
                 "max_model_len": surface.core.tokens_max(),
                 "permission": [],
-            }],
-        }))
+            })
+        };
+        let mut data = vec![listed(&surface.model, None)];
+        let adapters = surface.adapters.iter();
+        data.extend(adapters.map(|adapter| listed(adapter, Some(&surface.model))));
+        Json(json!({ "object": "list", "data": data }))
     }
 
     async fn metrics(State(surface): Shared) -> impl IntoResponse {
+        let series = surface.core.lora_series();
+        let has_adapters = !surface.adapters.is_empty();
         let page = EngineMetricsPage {
             model: &surface.model,
             shape: surface.shape,
             started_s: surface.core.started_s(),
             stats: surface.core.stats(),
+            lora: has_adapters.then_some((surface.max_loras, &series)),
         };
         (METRICS, page.render())
     }

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::lora::LoraSeries;
 use super::model::{EngineShape, EngineStats};
 
 /// What the page tells beside the counters.
@@ -15,6 +16,8 @@ pub(super) struct EngineMetricsPage<'a> {
     pub started_s: f64,
     /// The counters.
     pub stats: EngineStats,
+    /// How many adapters fit, and which were under way; `None`: the engine serves none.
+    pub lora: Option<(u32, &'a LoraSeries)>,
 }
 
 impl EngineMetricsPage<'_> {
@@ -51,6 +54,9 @@ impl EngineMetricsPage<'_> {
         self.counters(&mut out);
         self.successes(&mut out);
         self.cache_config(&mut out);
+        if let Some((max, series)) = self.lora {
+            series.render(max, &mut out);
+        }
         let _ = writeln!(
             out,
             "# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n\
@@ -177,6 +183,7 @@ mod tests {
             shape,
             started_s: 12.5,
             stats,
+            lora: None,
         }
         .render();
         for line in [

@@ -17,6 +17,7 @@ mod driver;
 pub mod events;
 pub mod fleet;
 mod http;
+mod lora;
 mod metrics;
 pub mod model;
 #[cfg(test)]
@@ -39,6 +40,7 @@ use driver::DriverCore;
 use events::Publisher;
 pub use events::{EventEncoding, EventsOptions, PublisherFaults};
 use http::{EngineServer, serve};
+pub use lora::LoraOptions;
 use model::{EngineShape, EngineStats, Scheduler};
 
 /// Connections one engine serves at a time; further ones wait in the listener's queue.
@@ -61,6 +63,8 @@ pub struct EngineOptions {
     pub keep_alive: Duration,
     /// KV events; `None`: not published.
     pub events: Option<EventsOptions>,
+    /// LoRA adapters.
+    pub lora: LoraOptions,
 }
 
 impl Default for EngineOptions {
@@ -80,6 +84,7 @@ impl Default for EngineOptions {
             seed: 0,
             keep_alive: Duration::from_secs(5),
             events: None,
+            lora: LoraOptions::default(),
         }
     }
 }
@@ -122,8 +127,9 @@ impl EmulatedEngine {
             }
             None => None,
         };
-        let core = DriverCore::new(Scheduler::new(options.shape), options.speed, publisher);
-        let surface = EngineServer::new(core.clone(), options.model, options.shape, options.seed);
+        let scheduler = Scheduler::new(options.shape).with_lora(&options.lora);
+        let core = DriverCore::new(scheduler, options.speed, publisher);
+        let surface = EngineServer::new(core.clone(), &options);
         tasks.spawn(stop.clone().run_until_cancelled_owned(core.clone().drive()));
         let acceptor = accept(
             listener,

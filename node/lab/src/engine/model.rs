@@ -12,9 +12,11 @@
 //! out.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::cache::{BlockEvent, BlockPool, HeldBlocks};
+use super::lora::{LoraOptions, LoraSlots};
 use super::text::{BlockContent, Sequence};
 
 /// Requests that double the time of a decode step.
@@ -94,6 +96,8 @@ pub struct EngineStats {
     pub blocks_stored: u64,
     /// Blocks evicted, copies included.
     pub blocks_removed: u64,
+    /// LoRA adapters loaded.
+    pub adapter_loads: u64,
 }
 
 /// A request to be computed.
@@ -105,6 +109,8 @@ pub struct ComputeJob {
     pub max_tokens: u32,
     /// How it ends when they are made.
     pub ending: Finish,
+    /// LoRA adapter; `None`: the base model.
+    pub adapter: Option<Arc<str>>,
 }
 
 #[derive(Debug)]
@@ -136,6 +142,9 @@ pub struct Scheduler {
     stats: EngineStats,
     events: Vec<BlockEvent>,
     contents: Vec<BlockContent>,
+    lora: LoraSlots,
+    /// Time that the present step loads adapters for.
+    loading: Duration,
 }
 
 impl Scheduler {
@@ -162,7 +171,16 @@ impl Scheduler {
             stats: EngineStats::default(),
             events: Vec::new(),
             contents: Vec::new(),
+            lora: LoraSlots::new(0, Duration::ZERO),
+            loading: Duration::ZERO,
         }
+    }
+
+    /// The same with room for adapters.
+    #[must_use]
+    pub fn with_lora(mut self, options: &LoraOptions) -> Self {
+        self.lora = LoraSlots::new(options.max_loras, options.load);
+        self
     }
 
     /// Most tokens a request can have, prompt and output together.
@@ -219,6 +237,7 @@ impl Scheduler {
             self.step.len()
         );
         let mut budget = self.shape.max_num_batched_tokens;
+        self.loading = Duration::ZERO;
         let preempted = self.schedule_running(&mut budget);
         if !preempted {
             self.admit_waiting(&mut budget);
@@ -304,6 +323,18 @@ impl Scheduler {
         self.pool.cached_hashes()
     }
 
+    /// Adapters of the requests that run, and of those that wait, once per request.
+    pub(super) fn adapters(
+        &self,
+    ) -> (
+        impl Iterator<Item = &Arc<str>> + Clone,
+        impl Iterator<Item = &Arc<str>>,
+    ) {
+        let adapter = |id: &RequestId| self.requests.get(id)?.job.adapter.as_ref();
+        let running = self.running.iter().filter_map(adapter);
+        (running, self.waiting.iter().filter_map(adapter))
+    }
+
     /// Leading blocks of a sequence that stand in the cache.
     #[must_use]
     pub fn cached_prefix(&self, sequence: &Sequence) -> u32 {
@@ -333,10 +364,17 @@ impl Scheduler {
     }
 
     fn admit_waiting(&mut self, budget: &mut u32) {
+        // Those before it wait for a place for their adapters, and let others pass.
+        let mut at = 0;
         while *budget > 0 && self.running.len() < self.shape.max_num_seqs as usize {
-            let Some(&id) = self.waiting.front() else {
+            let Some(&id) = self.waiting.get(at) else {
                 return;
             };
+            let Some(loading) = self.load_adapter(id) else {
+                at += 1;
+                continue;
+            };
+            self.loading += loading;
             let request = self
                 .requests
                 .get_mut(&id)
@@ -365,10 +403,24 @@ impl Scheduler {
                 self.stats.prompt_tokens += u64::from(tokens);
             }
             *budget -= new;
-            self.waiting.pop_front();
+            self.waiting.remove(at);
             self.running.push(id);
             self.step.push(ScheduledWork { id, tokens: new });
         }
+    }
+
+    /// Brings the request's adapter into memory; answers how long that takes, `None` when there is
+    /// no place for it.
+    fn load_adapter(&mut self, id: RequestId) -> Option<Duration> {
+        let (requests, running) = (&self.requests, &self.running);
+        let adapter = |id: &RequestId| requests.get(id)?.job.adapter.as_ref();
+        let Some(wanted) = adapter(&id) else {
+            return Some(Duration::ZERO);
+        };
+        let loading = self.lora.admit(wanted, running.iter().filter_map(adapter));
+        let is_load = loading.is_some_and(|loading| !loading.is_zero());
+        self.stats.adapter_loads += u64::from(is_load);
+        loading
     }
 
     /// Schedules `tokens` more of a running request, if the blocks for it can be had.
@@ -443,6 +495,7 @@ impl Scheduler {
         }
         let rate = u64::from(self.shape.prefill_tokens_per_s);
         let prefill = Duration::from_nanos(prefill.saturating_mul(1_000_000_000) / rate);
+        let prefill = prefill + self.loading;
         if decodes == 0 {
             return prefill;
         }

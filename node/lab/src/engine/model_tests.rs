@@ -24,6 +24,7 @@ fn job(tokens: u32, shared: u32, own: u8, max_tokens: u32) -> ComputeJob {
         sequence,
         max_tokens,
         ending: Finish::Length,
+        adapter: None,
     }
 }
 

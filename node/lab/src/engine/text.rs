@@ -32,8 +32,15 @@ pub struct Sequence {
     voice: u64,
     prompt_tokens: u32,
     output_tokens: u32,
-    /// The bytes of the full blocks and the salt, of sequences that remember them.
-    remembered: Option<(Vec<u8>, String)>,
+    /// What stands in the full blocks, of sequences that remember it.
+    remembered: Option<Remembered>,
+}
+
+#[derive(Debug, Clone)]
+struct Remembered {
+    bytes: Vec<u8>,
+    salt: String,
+    adapter: String,
 }
 
 /// What stands in some blocks of a sequence, as KV events tell it.
@@ -43,13 +50,29 @@ pub struct BlockContent {
     pub tokens: Vec<u32>,
     /// The sequence's salt; empty for none.
     pub salt: String,
+    /// Its adapter; empty for none.
+    pub adapter: String,
 }
 
 impl Sequence {
     /// Hashes a prompt's blocks. `salt` separates prompts that must not share blocks.
     #[must_use]
     pub fn new(prompt: &[u8], salt: &str, block_tokens: u32, seed: u64) -> Self {
-        let root = xxh3_64(salt.as_bytes());
+        Self::of_adapter(prompt, ("", salt), block_tokens, seed)
+    }
+
+    /// As [`Sequence::new`], computed with a LoRA adapter: `(adapter, salt)`.
+    #[must_use]
+    pub fn of_adapter(
+        prompt: &[u8],
+        (adapter, salt): (&str, &str),
+        block_tokens: u32,
+        seed: u64,
+    ) -> Self {
+        let root = match adapter {
+            "" => xxh3_64(salt.as_bytes()),
+            adapter => xxh3_64_with_seed(salt.as_bytes(), xxh3_64(adapter.as_bytes())),
+        };
         let mut sequence = Self {
             block_bytes: block_tokens as usize * TOKEN_BYTES,
             root,
@@ -64,23 +87,37 @@ impl Sequence {
         sequence
     }
 
-    /// As [`Sequence::new`], for an engine that tells what stands in its blocks.
+    /// As [`Sequence::of_adapter`], for an engine that tells what stands in its blocks.
     #[must_use]
-    pub fn remembering(prompt: &[u8], salt: &str, block_tokens: u32, seed: u64) -> Self {
-        let mut sequence = Self::new(prompt, salt, block_tokens, seed);
+    pub fn remembering(
+        prompt: &[u8],
+        (adapter, salt): (&str, &str),
+        block_tokens: u32,
+        seed: u64,
+    ) -> Self {
+        let mut sequence = Self::of_adapter(prompt, (adapter, salt), block_tokens, seed);
         let full = sequence.hashes.len() * sequence.block_bytes;
-        sequence.remembered = Some((prompt[..full].to_vec(), salt.to_owned()));
+        sequence.remembered = Some(Remembered {
+            bytes: prompt[..full].to_vec(),
+            salt: salt.to_owned(),
+            adapter: adapter.to_owned(),
+        });
         sequence
     }
 
     /// What stands in some of the full blocks; `None` when it is not remembered.
     #[must_use]
     pub fn content(&self, blocks: Range<usize>) -> Option<BlockContent> {
-        let (bytes, salt) = self.remembered.as_ref()?;
+        let Remembered {
+            bytes,
+            salt,
+            adapter,
+        } = self.remembered.as_ref()?;
         let bytes = &bytes[blocks.start * self.block_bytes..blocks.end * self.block_bytes];
         Some(BlockContent {
             tokens: token_ids(bytes),
             salt: salt.clone(),
+            adapter: adapter.clone(),
         })
     }
 
@@ -143,8 +180,8 @@ impl Sequence {
     fn push_block(&mut self, block: &[u8]) {
         let parent = self.hashes.last().copied().unwrap_or(self.root);
         self.hashes.push(xxh3_64_with_seed(block, parent));
-        if let Some((bytes, _)) = &mut self.remembered {
-            bytes.extend_from_slice(block);
+        if let Some(remembered) = &mut self.remembered {
+            remembered.bytes.extend_from_slice(block);
         }
     }
 }

@@ -97,6 +97,7 @@ impl SimEngine {
                     sequence: prompt.sequence.clone(),
                     max_tokens: output_tokens,
                     ending: Finish::Length,
+                    adapter: None,
                 });
                 names.push(request);
                 let place = ids.partition_point(|(known, _)| *known < request);

@@ -119,6 +119,7 @@ impl SimRequest<'_> {
             policy: None,
             labels: &[],
             excluded,
+            waiting_here: 0,
         }
     }
 }
@@ -173,6 +174,7 @@ impl SimReplica {
                 waiting: figures.waiting,
                 running: figures.running,
                 kv_usage_permille: figures.kv_usage_permille,
+                adapters: None,
             };
             self.backends.assume(slot, &health);
         }

@@ -79,6 +79,7 @@ impl AdmissionRequest for Chat {
             policy: None,
             labels: &[],
             excluded,
+            waiting_here: 0,
         }
     }
 

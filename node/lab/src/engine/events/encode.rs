@@ -35,6 +35,7 @@ pub(super) fn payload(
                 let content = contents.next().unwrap_or(BlockContent {
                     tokens: Vec::new(),
                     salt: String::new(),
+                    adapter: String::new(),
                 });
                 out.stored(form, hashes, *parent, &content, block_tokens);
             }
@@ -107,7 +108,8 @@ impl EventWriter {
         let tokens = content.tokens.iter().map(|token| u64::from(*token));
         match form {
             EventEncoding::Array => {
-                self.array(7);
+                let has_adapter = !content.adapter.is_empty();
+                self.array(7 + usize::from(has_adapter));
                 self.text("BlockStored");
                 self.numbers(hashes.iter().copied());
                 self.parent(parent);
@@ -115,6 +117,9 @@ impl EventWriter {
                 self.number(block_tokens.into());
                 self.nil();
                 self.text("GPU");
+                if has_adapter {
+                    self.text(&content.adapter);
+                }
             }
             EventEncoding::Map => {
                 self.map(11);
@@ -133,9 +138,12 @@ impl EventWriter {
                 self.text("medium");
                 self.text("GPU");
                 self.text("lora_name");
-                self.nil();
+                match &*content.adapter {
+                    "" => self.nil(),
+                    adapter => self.text(adapter),
+                }
                 self.text("extra_keys");
-                self.extra_keys(hashes.len(), parent.is_none(), &content.salt);
+                self.extra_keys(hashes.len(), parent.is_none(), content);
                 self.text("group_idx");
                 self.number(0);
                 self.text("kv_cache_spec_kind");
@@ -144,15 +152,23 @@ impl EventWriter {
         }
     }
 
-    /// One entry per block; the salt stands in a prompt's first.
-    fn extra_keys(&mut self, blocks: usize, is_first: bool, salt: &str) {
+    /// One entry per block: the adapter in each, the salt in a prompt's first.
+    fn extra_keys(&mut self, blocks: usize, is_first: bool, content: &BlockContent) {
         self.array(blocks);
         for block in 0..blocks {
-            if block == 0 && is_first && !salt.is_empty() {
-                self.array(1);
-                self.text(salt);
+            let salt = if block == 0 && is_first {
+                &*content.salt
             } else {
-                self.nil();
+                ""
+            };
+            let keys = [&*content.adapter, salt];
+            let keys = keys.iter().filter(|key| !key.is_empty());
+            match keys.clone().count() {
+                0 => self.nil(),
+                count => {
+                    self.array(count);
+                    keys.for_each(|key| self.text(key));
+                }
             }
         }
     }

@@ -1,0 +1,78 @@
+//! Which engines a request for a LoRA adapter is kept to.
+//!
+//! Affinity comes first, up to a threshold: an engine that has the adapter in memory is preferred
+//! while its queue is short. When all such queues are long, the request may go to an engine that
+//! has to load it. For an adapter that no engine has in memory, engines that load it beside the
+//! others come before those that would drop another for it.
+
+use crate::backends::AdapterPlace;
+
+/// One candidate.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AdapterCandidate {
+    pub(super) place: AdapterPlace,
+    /// Requests that would go before this one: in the engine's queue and at this replica.
+    pub(super) queue: u32,
+}
+
+impl AdapterCandidate {
+    /// Whether it is one of those that a request is kept to.
+    pub(super) fn is(&self, place: AdapterPlace, threshold: u32) -> bool {
+        self.place == place && self.queue <= threshold
+    }
+}
+
+/// Returns the place that candidates must have, with a queue up to `threshold`; `None`: any will
+/// do.
+pub(super) fn preferred(
+    candidates: impl Iterator<Item = AdapterCandidate> + Clone,
+    threshold: u32,
+) -> Option<AdapterPlace> {
+    let is_any = |place| {
+        let mut candidates = candidates.clone();
+        candidates.any(|candidate| candidate.is(place, threshold))
+    };
+    if is_any(AdapterPlace::Resident) {
+        return Some(AdapterPlace::Resident);
+    }
+    let mut places = candidates.clone().map(|candidate| candidate.place);
+    let is_somewhere = places.any(|place| place == AdapterPlace::Resident);
+    (!is_somewhere && is_any(AdapterPlace::Room)).then_some(AdapterPlace::Room)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const THRESHOLD: u32 = 5;
+
+    /// Which candidates are left of these, `(place, queue)` each.
+    fn kept(candidates: &[(AdapterPlace, u32)]) -> Vec<usize> {
+        let candidates = candidates
+            .iter()
+            .map(|&(place, queue)| AdapterCandidate { place, queue });
+        let wanted = preferred(candidates.clone(), THRESHOLD);
+        let stays = |it: &AdapterCandidate| wanted.is_none_or(|place| it.is(place, THRESHOLD));
+        let kept = candidates.enumerate().filter(|(_, it)| stays(it));
+        kept.map(|(at, _)| at).collect()
+    }
+
+    #[test]
+    fn affinity_comes_first_up_to_the_threshold() {
+        use AdapterPlace::{Other, Resident, Room};
+        assert_eq!(kept(&[(Resident, 0), (Room, 0), (Other, 0)]), [0]);
+        assert_eq!(kept(&[(Resident, 5), (Resident, 6), (Room, 0)]), [0]);
+        // All queues are long: any may load it.
+        assert_eq!(kept(&[(Resident, 6), (Room, 0), (Other, 0)]), [0, 1, 2]);
+    }
+
+    #[test]
+    fn an_adapter_in_no_memory_goes_where_there_is_room() {
+        use AdapterPlace::{Other, Room};
+        assert_eq!(kept(&[(Other, 0), (Room, 3), (Room, 0)]), [1, 2]);
+        assert_eq!(kept(&[(Other, 0), (Room, 6), (Room, 0)]), [2]);
+        assert_eq!(kept(&[(Other, 0), (Room, 6)]), [0, 1]);
+        assert_eq!(kept(&[(Other, 0), (Other, 9)]), [0, 1]);
+        assert_eq!(kept(&[]), [0; 0]);
+    }
+}

@@ -1,0 +1,114 @@
+//! LoRA adapters over emulated engines that load them: every engine lists all, and none is made to
+//! load what another has in memory, until queues are long.
+
+use lab::engine::LoraOptions;
+
+use super::*;
+
+async fn lora_engines(speed: f64) -> Vec<EngineHandle> {
+    let mut engines = Vec::new();
+    for seed in 0..2 {
+        let options = EngineOptions {
+            speed,
+            seed,
+            lora: LoraOptions {
+                names: ["clerk", "poet"].map(str::to_owned).to_vec(),
+                ..LoraOptions::default()
+            },
+            ..EngineOptions::default()
+        };
+        engines.push(EmulatedEngine::start(options).await.unwrap());
+    }
+    engines
+}
+
+/// One replica of these settings, once it knows the engines' adapters.
+async fn replica(
+    http: &Http,
+    engines: &[EngineHandle],
+    dir: &TempDir,
+    set: impl FnOnce(&mut Config),
+) -> Replica {
+    let any = Parsed("127.0.0.1:0".parse().unwrap());
+    let listen = ListenConfig {
+        data: any,
+        admin: any,
+        peer: any,
+        advertise: None,
+    };
+    let sockets = BoundSockets::bind(&listen).unwrap();
+    let peer = sockets.addresses().unwrap().peer.to_string();
+    let mut config = config(1, &[peer], engines, dir.path());
+    set(&mut config);
+    let replica = Replica::run(config, sockets);
+    http.ready(&[replica.addresses]).await;
+    let url = format!("http://{}/admin/v1/backends", replica.addresses.admin);
+    let is_told = async || {
+        let (_, answer) = http.get(&url).await;
+        let backends = answer["backends"].as_array().unwrap();
+        let has_both = |backend: &Value| {
+            backend["engine"]["adapters"]["max"] == 1
+                && backend["facts"]["models"] == json!(["clerk", "emulated", "poet"])
+        };
+        backends.iter().all(has_both)
+    };
+    until("the engines' adapters are known", is_told).await;
+    replica
+}
+
+fn question(adapter: &str, number: usize, max_tokens: u32) -> Value {
+    let content = format!("{number} is the question that nobody has asked before. {SYSTEM}");
+    json!({ "model": adapter, "max_tokens": max_tokens, "messages": [
+        { "role": "user", "content": content },
+    ] })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_for_an_adapter_go_where_it_is_in_memory() {
+    let (dir, engines) = (TempDir::new().unwrap(), lora_engines(50.0).await);
+    let http = Http::new();
+    let replica = replica(&http, &engines, &dir, |_| ()).await;
+    let url = format!("http://{}/v1/chat/completions", replica.addresses.data);
+    let mut went = [BTreeSet::new(), BTreeSet::new()];
+    for number in 0..20 {
+        let nth = number % 2;
+        let body = question(["clerk", "poet"][nth], number, 4);
+        let (status, headers, answer) = http.send(Method::POST, &url, &body).await;
+        assert_eq!(status, StatusCode::OK, "{answer}");
+        went[nth].insert(headers["x-quorate-backend"].to_str().unwrap().to_owned());
+    }
+    assert!(
+        went.iter().all(|backends| backends.len() == 1),
+        "each stays at one engine: {went:?}"
+    );
+    assert_ne!(went[0], went[1], "there is room for one at each");
+    let loads = engines.iter().map(|engine| engine.stats().adapter_loads);
+    assert_eq!(loads.collect::<Vec<_>>(), [1, 1]);
+    replica.leave().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn beyond_the_threshold_another_engine_loads_the_adapter() {
+    let (dir, engines) = (TempDir::new().unwrap(), lora_engines(1.0).await);
+    let http = Http::new();
+    let replica = replica(&http, &engines, &dir, |config| {
+        config.queueing_threshold_lora = 2;
+        config.admission.concurrency = state::admission::Concurrency::Fixed(1);
+    })
+    .await;
+    let url = &format!("http://{}/v1/chat/completions", replica.addresses.data);
+    let loads = || engines.iter().map(|engine| engine.stats().adapter_loads);
+    let ask = async |number: usize| {
+        let (status, _, answer) = http
+            .send(Method::POST, url, &question("poet", number, 40))
+            .await;
+        assert_eq!(status, StatusCode::OK, "{answer}");
+    };
+    // One runs, two wait: as many as may.
+    futures_util::future::join_all((0..3).map(ask)).await;
+    assert_eq!(loads().sum::<u64>(), 1, "{:?}", loads().collect::<Vec<_>>());
+    // One runs and three wait.
+    futures_util::future::join_all((3..7).map(ask)).await;
+    assert_eq!(loads().collect::<Vec<_>>(), [1, 1]);
+    replica.leave().await;
+}
