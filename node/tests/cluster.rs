@@ -12,6 +12,8 @@ mod blocks;
 mod config_file;
 #[path = "cluster/decisions.rs"]
 mod decisions;
+#[path = "cluster/dialects.rs"]
+mod dialects;
 #[path = "cluster/lora.rs"]
 mod lora;
 #[path = "cluster/metrics.rs"]

@@ -28,8 +28,6 @@ pub(super) enum CompletionKind {
 /// What an answer says beside its words.
 #[derive(Debug, Clone)]
 pub(super) struct AnswerHeader {
-    /// The endpoint.
-    pub kind: CompletionKind,
     /// Request id, with its prefix.
     pub id: String,
     /// Unix time in seconds.
@@ -51,19 +49,19 @@ pub(super) struct UsageOptions {
     pub continuous: bool,
 }
 
-impl AnswerHeader {
+impl CompletionKind {
     /// The whole answer.
     #[must_use]
-    pub(super) fn whole(&self, end: Latest) -> Value {
-        let text = words(self.voice, 0, end.output_tokens);
+    pub(super) fn whole(self, header: &AnswerHeader, end: Latest) -> Value {
+        let text = words(header.voice, 0, end.output_tokens);
         let finish_reason = end.finish.map(reason);
-        let usage = self.usage(end, true);
-        match self.kind {
-            CompletionKind::Chat => json!({
-                "id": self.id,
+        let usage = header.usage(end, true);
+        match self {
+            Self::Chat => json!({
+                "id": header.id,
                 "object": "chat.completion",
-                "created": self.created_s,
-                "model": self.model,
+                "created": header.created_s,
+                "model": header.model,
                 "choices": [{
                     "index": 0,
                     "message": {
@@ -77,11 +75,11 @@ impl AnswerHeader {
                 "service_tier": null, "system_fingerprint": null, "usage": usage,
                 "prompt_logprobs": null, "prompt_token_ids": null, "kv_transfer_params": null,
             }),
-            CompletionKind::Text => json!({
-                "id": self.id,
+            Self::Text => json!({
+                "id": header.id,
                 "object": "text_completion",
-                "created": self.created_s,
-                "model": self.model,
+                "created": header.created_s,
+                "model": header.model,
                 "choices": [{
                     "index": 0, "text": text, "logprobs": null, "finish_reason": finish_reason,
                     "stop_reason": null, "token_ids": null, "prompt_logprobs": null,
@@ -92,7 +90,9 @@ impl AnswerHeader {
             }),
         }
     }
+}
 
+impl AnswerHeader {
     fn usage(&self, latest: Latest, with_details: bool) -> Value {
         let mut usage = json!({
             "prompt_tokens": self.prompt_tokens,
@@ -118,6 +118,7 @@ fn reason(finish: Finish) -> &'static str {
 pub(super) struct EventStream {
     ticket: RequestGuard,
     heading: AnswerHeader,
+    kind: CompletionKind,
     usage: UsageOptions,
     /// What every chunk begins with, up to its `choices`.
     opening: String,
@@ -128,8 +129,13 @@ pub(super) struct EventStream {
 impl EventStream {
     /// The answer to `ticket`'s request.
     #[must_use]
-    pub(super) fn new(ticket: RequestGuard, heading: AnswerHeader, usage: UsageOptions) -> Self {
-        let object = match heading.kind {
+    pub(super) fn new(
+        ticket: RequestGuard,
+        heading: AnswerHeader,
+        kind: CompletionKind,
+        usage: UsageOptions,
+    ) -> Self {
+        let object = match kind {
             CompletionKind::Chat => "chat.completion.chunk",
             CompletionKind::Text => "text_completion",
         };
@@ -142,6 +148,7 @@ impl EventStream {
         Self {
             ticket,
             heading,
+            kind,
             usage,
             opening,
             sent: 0,
@@ -152,7 +159,7 @@ impl EventStream {
     /// The events that tell everything between what was sent and `latest`.
     fn render(&mut self, latest: Latest) -> Bytes {
         let mut out = String::with_capacity(768);
-        if self.sent == 0 && self.heading.kind == CompletionKind::Chat {
+        if self.sent == 0 && self.kind == CompletionKind::Chat {
             out.push_str(&self.opening);
             out.push_str(
                 "{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\
@@ -171,7 +178,7 @@ impl EventStream {
         let text = words(self.heading.voice, self.sent, latest.output_tokens);
         out.push_str(&self.opening);
         // The words are lower-case letters and spaces: they need no escaping.
-        let _ = match self.heading.kind {
+        let _ = match self.kind {
             CompletionKind::Chat => write!(
                 out,
                 "{{\"index\":0,\"delta\":{{\"content\":\"{text}\"}},\"logprobs\":null,"
@@ -205,7 +212,7 @@ impl EventStream {
         out.push_str(extra);
         if self.usage.continuous {
             let _ = write!(out, ",\"usage\":{}", self.heading.usage(latest, false));
-        } else if self.heading.kind == CompletionKind::Text {
+        } else if self.kind == CompletionKind::Text {
             out.push_str(",\"usage\":null");
         }
         out.push_str("}\n\n");

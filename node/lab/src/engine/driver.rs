@@ -279,7 +279,7 @@ impl RequestGuard {
         let ticket = self.get_mut();
         ticket.outlet.waker.register(cx.waker());
         let latest = *ticket.outlet.lock();
-        if latest.output_tokens > ticket.seen {
+        if latest.output_tokens > ticket.seen || latest.finish.is_some() {
             ticket.seen = latest.output_tokens;
             Poll::Ready(latest)
         } else {

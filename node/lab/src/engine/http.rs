@@ -17,7 +17,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HeaderName};
-use http::{HeaderMap, StatusCode};
+use http::{HeaderMap, Method, StatusCode, Uri};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use serde::de::DeserializeOwned;
@@ -27,10 +27,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::EngineOptions;
 use super::answer::{AnswerHeader, CompletionKind, EventStream, UsageOptions, error_body};
-use super::driver::{DriverCore, unix_time};
+use super::driver::{DriverCore, Latest, RequestGuard, unix_time};
+use super::embeddings::{EmbeddingsRequest, INPUTS_MAX};
 use super::events::{REPLAY_MESSAGES, TOPIC};
 use super::metrics::EngineMetricsPage;
 use super::model::{ComputeJob, EngineShape, Finish};
+use super::named::{NamedDialect, NamedEvents};
 use super::text::{Sequence, detokenize, sequence_bytes, token_count, token_ids};
 
 /// Largest request body, as vLLM limits it.
@@ -42,6 +44,9 @@ const REQUEST_ID_BYTES_MAX: usize = 128;
 
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
+const RESPONSES: &str = "/v1/responses";
+const MESSAGES: &str = "/v1/messages";
+const EMBEDDINGS: &str = "/v1/embeddings";
 const TOKENIZE: &str = "/tokenize";
 
 const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -67,6 +72,50 @@ pub(super) struct EngineServer {
 type Shared = State<Arc<EngineServer>>;
 /// A request's body, or why it could not be read.
 type BodyRead = Result<Bytes, BytesRejection>;
+
+/// An endpoint that answers with words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum GenerateEndpoint {
+    Completion(CompletionKind),
+    Named(NamedDialect),
+}
+
+impl GenerateEndpoint {
+    fn path(self) -> &'static str {
+        match self {
+            Self::Completion(CompletionKind::Chat) => CHAT,
+            Self::Completion(CompletionKind::Text) => TEXT,
+            Self::Named(NamedDialect::Responses) => RESPONSES,
+            Self::Named(NamedDialect::Messages) => MESSAGES,
+        }
+    }
+
+    /// What the ids of its answers begin with.
+    fn id_prefix(self) -> &'static str {
+        match self {
+            Self::Completion(CompletionKind::Chat) => "chatcmpl-",
+            Self::Completion(CompletionKind::Text) => "cmpl-",
+            Self::Named(NamedDialect::Responses) => "resp_",
+            Self::Named(NamedDialect::Messages) => "msg_",
+        }
+    }
+
+    fn whole(self, header: &AnswerHeader, end: Latest) -> Value {
+        match self {
+            Self::Completion(kind) => kind.whole(header, end),
+            Self::Named(dialect) => dialect.whole(header, end),
+        }
+    }
+
+    fn stream(self, ticket: RequestGuard, header: AnswerHeader, usage: UsageOptions) -> Body {
+        match self {
+            Self::Completion(kind) => {
+                Body::from_stream(EventStream::new(ticket, header, kind, usage))
+            }
+            Self::Named(dialect) => Body::from_stream(NamedEvents::new(ticket, header, dialect)),
+        }
+    }
+}
 
 /// A request refused, in vLLM's words.
 #[derive(Debug)]
@@ -109,6 +158,7 @@ struct ExtraFields {
     n: Option<i64>,
     max_tokens: Option<i64>,
     max_completion_tokens: Option<i64>,
+    max_output_tokens: Option<i64>,
 }
 
 /// Whether a question for tokens is one for a chat's prompt.
@@ -143,26 +193,37 @@ impl EngineServer {
     pub(super) fn routes(self) -> Router {
         let empty = || async { StatusCode::OK };
         let version = || async { Json(json!({ "version": env!("CARGO_PKG_VERSION") })) };
-        let chat =
-            |surface, headers, body| Self::complete(surface, CompletionKind::Chat, headers, body);
-        let text =
-            |surface, headers, body| Self::complete(surface, CompletionKind::Text, headers, body);
+        let generate = |endpoint| {
+            post(move |surface, headers, body| Self::generate(surface, endpoint, headers, body))
+        };
         let detail = |status, detail| async move { (status, Json(json!({ "detail": detail }))) };
-        Router::new()
+        let completion = GenerateEndpoint::Completion;
+        let endpoints = [
+            completion(CompletionKind::Chat),
+            completion(CompletionKind::Text),
+            GenerateEndpoint::Named(NamedDialect::Responses),
+            GenerateEndpoint::Named(NamedDialect::Messages),
+        ];
+        let router = endpoints
+            .into_iter()
+            .fold(Router::new(), |router, endpoint| {
+                router.route(endpoint.path(), generate(endpoint))
+            });
+        router
             .route("/health", get(empty))
             .route("/ping", get(empty).post(empty))
             .route("/version", get(version))
             .route("/load", get(Self::load))
             .route("/metrics", get(Self::metrics))
             .route("/v1/models", get(Self::models))
-            .route(CHAT, post(chat))
-            .route(TEXT, post(text))
+            .route("/v1/messages/count_tokens", post(Self::count_tokens))
+            .route(EMBEDDINGS, post(Self::embed))
             .route("/kv_event_sources", get(Self::kv_event_sources))
             .route("/reset_prefix_cache", post(Self::reset_prefix_cache))
             .route("/debug/prefix", post(Self::prefix))
             .route(TOKENIZE, post(Self::tokenize))
             .route("/detokenize", post(Self::detokenize))
-            .fallback(move || detail(StatusCode::NOT_FOUND, "Not Found"))
+            .fallback(Self::unknown)
             .method_not_allowed_fallback(move || {
                 detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed")
             })
@@ -170,21 +231,14 @@ impl EngineServer {
             .with_state(Arc::new(self))
     }
 
-    async fn complete(
+    async fn generate(
         State(surface): Shared,
-        kind: CompletionKind,
+        endpoint: GenerateEndpoint,
         headers: HeaderMap,
         body: BodyRead,
     ) -> Result<Response, RequestRejection> {
         let body = body?;
-        let parsed = parse(
-            if kind == CompletionKind::Chat {
-                CHAT
-            } else {
-                TEXT
-            },
-            &body,
-        )?;
+        let parsed = parse(endpoint.path(), &body)?;
         let adapter = surface.adapter_of(&parsed.model)?;
         let wanted = check_extras(&body)?;
         let salt = parsed.cache_salt.unwrap_or_default();
@@ -194,8 +248,7 @@ impl EngineServer {
         surface.check_length(prompt_tokens, max_tokens)?;
         let sequence = surface.sequence(&bytes, (adapter.as_deref().unwrap_or(""), &salt));
         let heading = AnswerHeader {
-            kind,
-            id: surface.request_id(&headers, kind),
+            id: surface.request_id(&headers, endpoint.id_prefix()),
             created_s: unix_time().as_secs(),
             model: parsed.model,
             voice: sequence.voice(),
@@ -218,11 +271,83 @@ impl EngineServer {
                 include,
                 continuous: include && parsed.continuous_usage.unwrap_or(false),
             };
-            let stream = EventStream::new(ticket, heading, usage);
-            return Ok((EVENTS, Body::from_stream(stream)).into_response());
+            return Ok((EVENTS, endpoint.stream(ticket, heading, usage)).into_response());
         }
         let end = ticket.finished().await;
-        Ok(Json(heading.whole(end)).into_response())
+        Ok(Json(endpoint.whole(&heading, end)).into_response())
+    }
+
+    async fn embed(
+        State(surface): Shared,
+        headers: HeaderMap,
+        body: BodyRead,
+    ) -> Result<Json<Value>, RequestRejection> {
+        let body = body?;
+        let parsed = parse(EMBEDDINGS, &body)?;
+        let adapter = surface.adapter_of(&parsed.model)?;
+        let asked: EmbeddingsRequest = read(&body, Some("input"))?;
+        asked
+            .check_dimensions()
+            .map_err(|message| RequestRejection::bad_request(message, Some("dimensions")))?;
+        let (form, prompts) = (asked.form(), asked.input.prompts());
+        if prompts.is_empty() || prompts.len() > INPUTS_MAX {
+            let message = format!("input must have 1 to {INPUTS_MAX} prompts");
+            return Err(RequestRejection::bad_request(message, Some("input")));
+        }
+        let salt = parsed.cache_salt.unwrap_or_default();
+        let mut jobs = Vec::with_capacity(prompts.len());
+        for prompt in prompts {
+            let bytes = sequence_bytes(prompt, false);
+            surface.check_length(token_count(bytes.len()), 0)?;
+            let sequence = surface.sequence(&bytes, (adapter.as_deref().unwrap_or(""), &salt));
+            jobs.push(ComputeJob {
+                sequence,
+                max_tokens: 0,
+                ending: Finish::Stop,
+                adapter: adapter.clone(),
+            });
+        }
+        let submitted = jobs.into_iter().map(|job| {
+            let (voice, tokens) = (job.sequence.voice(), job.sequence.prompt_tokens());
+            (voice, tokens, surface.core.submit(job))
+        });
+        let submitted: Vec<_> = submitted.collect();
+        let (mut data, mut prompt_tokens, mut cached_tokens) = (Vec::new(), 0_u32, 0_u32);
+        for (index, (voice, tokens, ticket)) in submitted.into_iter().enumerate() {
+            prompt_tokens = prompt_tokens.saturating_add(tokens);
+            cached_tokens = cached_tokens.saturating_add(ticket.finished().await.cached_tokens);
+            data.push(form.entry(index, voice));
+        }
+        Ok(Json(json!({
+            "id": surface.request_id(&headers, "embd-"), "object": "list",
+            "created": unix_time().as_secs(), "model": parsed.model, "data": data,
+            "usage": {
+                "prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens,
+                "completion_tokens": 0,
+                "prompt_tokens_details": { "cached_tokens": cached_tokens },
+            },
+        })))
+    }
+
+    async fn count_tokens(
+        State(surface): Shared,
+        body: BodyRead,
+    ) -> Result<Json<Value>, RequestRejection> {
+        let parsed = parse(MESSAGES, &body?)?;
+        surface.adapter_of(&parsed.model)?;
+        let tokens = token_count(sequence_bytes(parsed.prompt, true).len());
+        Ok(Json(json!({ "input_tokens": tokens })))
+    }
+
+    async fn unknown(method: Method, uri: Uri) -> RequestRejection {
+        RequestRejection {
+            status: StatusCode::NOT_FOUND,
+            message: format!(
+                "this is an emulated engine (quorate engine), which has no {method} {}",
+                uri.path()
+            ),
+            param: None,
+        }
     }
 
     /// A request's sequence. It remembers its tokens if the engine publishes them.
@@ -342,18 +467,14 @@ impl EngineServer {
         ))
     }
 
-    fn request_id(&self, headers: &HeaderMap, kind: CompletionKind) -> String {
-        let prefix = match kind {
-            CompletionKind::Chat => "chatcmpl",
-            CompletionKind::Text => "cmpl",
-        };
+    fn request_id(&self, headers: &HeaderMap, prefix: &str) -> String {
         let given = headers.get(X_REQUEST_ID).and_then(|id| id.to_str().ok());
         match given.filter(|id| id.len() <= REQUEST_ID_BYTES_MAX) {
-            Some(id) => format!("{prefix}-{id}"),
+            Some(id) => format!("{prefix}{id}"),
             None => {
                 let number = self.requests.fetch_add(1, Ordering::Relaxed);
                 format!(
-                    "{prefix}-{:016x}",
+                    "{prefix}{:016x}",
                     number.wrapping_mul(0x9E37_79B9_7F4A_7C15)
                 )
             }
@@ -427,7 +548,11 @@ fn check_extras(body: &[u8]) -> Result<Option<u32>, RequestRejection> {
             Some("n"),
         ));
     }
-    let Some(wanted) = extras.max_completion_tokens.or(extras.max_tokens) else {
+    let Some(wanted) = extras
+        .max_completion_tokens
+        .or(extras.max_tokens)
+        .or(extras.max_output_tokens)
+    else {
         return Ok(None);
     };
     let whole = u32::try_from(wanted).ok().filter(|wanted| *wanted > 0);

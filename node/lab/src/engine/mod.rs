@@ -14,12 +14,14 @@ mod answer;
 mod args;
 pub mod cache;
 mod driver;
+mod embeddings;
 pub mod events;
 pub mod fleet;
 mod http;
 mod lora;
 mod metrics;
 pub mod model;
+mod named;
 #[cfg(test)]
 mod tests;
 pub mod text;

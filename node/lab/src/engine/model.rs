@@ -105,7 +105,7 @@ pub struct EngineStats {
 pub struct ComputeJob {
     /// Its prompt; output is appended to it.
     pub sequence: Sequence,
-    /// Tokens to make, at least one.
+    /// Tokens to make; none: only the prompt is computed, as for an embedding.
     pub max_tokens: u32,
     /// How it ends when they are made.
     pub ending: Finish,
@@ -194,11 +194,11 @@ impl Scheduler {
     /// Queues a request.
     ///
     /// # Panics
-    /// When it could never fit, or is to make nothing: the edge refuses those.
+    /// When it could never fit: the edge refuses those.
     pub fn submit(&mut self, job: ComputeJob) -> RequestId {
         let tokens = job.sequence.tokens().saturating_add(job.max_tokens);
         assert!(
-            job.max_tokens > 0 && tokens <= self.tokens_max(),
+            tokens <= self.tokens_max(),
             "request of {tokens} tokens, {} to make, for {} at most",
             job.max_tokens,
             self.tokens_max()
@@ -258,8 +258,10 @@ impl Scheduler {
             if request.computed < request.job.sequence.tokens() {
                 continue; // A prompt that is not through yet.
             }
-            request.job.sequence.push_token();
-            self.stats.generation_tokens += 1;
+            if request.job.max_tokens > 0 {
+                request.job.sequence.push_token();
+                self.stats.generation_tokens += 1;
+            }
             let output_tokens = request.job.sequence.output_tokens();
             let is_done = output_tokens >= request.job.max_tokens;
             progress.push(RequestProgress {

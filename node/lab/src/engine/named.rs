@@ -1,0 +1,269 @@
+//! Answers of `/v1/responses` and `/v1/messages`, whole or as server-sent events with names, as a
+//! vLLM server gives them.
+
+use std::convert::Infallible;
+use std::fmt::Write as _;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use futures_util::Stream;
+use serde_json::{Value, json};
+
+use super::answer::AnswerHeader;
+use super::driver::{Latest, RequestGuard};
+use super::model::Finish;
+use super::text::words;
+
+/// The dialects whose events have names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NamedDialect {
+    /// `/v1/responses`.
+    Responses,
+    /// `/v1/messages`.
+    Messages,
+}
+
+impl NamedDialect {
+    /// The whole answer.
+    #[must_use]
+    pub(super) fn whole(self, header: &AnswerHeader, end: Latest) -> Value {
+        match self {
+            Self::Responses => response(header, end, "completed"),
+            Self::Messages => message(header, end),
+        }
+    }
+
+    /// What comes before the first word: names of events with what they say.
+    fn opening(self, header: &AnswerHeader, first: Latest) -> Vec<Value> {
+        match self {
+            Self::Responses => {
+                let begun = response(header, Latest::default(), "in_progress");
+                let mut item = output_item(header, String::new(), "in_progress");
+                item["content"] = json!([]);
+                vec![
+                    json!({ "type": "response.created", "response": begun }),
+                    json!({ "type": "response.in_progress", "response": begun }),
+                    json!({ "type": "response.output_item.added", "output_index": 0, "item": item }),
+                    json!({
+                        "type": "response.content_part.added", "item_id": item_id(header),
+                        "output_index": 0, "content_index": 0, "part": part(String::new()),
+                    }),
+                ]
+            }
+            Self::Messages => {
+                let before = Latest {
+                    output_tokens: 0,
+                    finish: None,
+                    ..first
+                };
+                vec![
+                    json!({ "type": "message_start", "message": message(header, before) }),
+                    json!({
+                        "type": "content_block_start", "index": 0,
+                        "content_block": { "type": "text", "text": "" },
+                    }),
+                ]
+            }
+        }
+    }
+
+    /// What comes after the last word.
+    fn closing(self, header: &AnswerHeader, end: Latest) -> Vec<Value> {
+        match self {
+            Self::Responses => {
+                let text = words(header.voice, 0, end.output_tokens);
+                let (id, item) = (
+                    item_id(header),
+                    output_item(header, text.clone(), "completed"),
+                );
+                vec![
+                    json!({
+                        "type": "response.output_text.done", "item_id": id, "output_index": 0,
+                        "content_index": 0, "text": text, "logprobs": [],
+                    }),
+                    json!({
+                        "type": "response.content_part.done", "item_id": id, "output_index": 0,
+                        "content_index": 0, "part": part(text),
+                    }),
+                    json!({ "type": "response.output_item.done", "output_index": 0, "item": item }),
+                    json!({
+                        "type": "response.completed", "response": response(header, end, "completed"),
+                    }),
+                ]
+            }
+            Self::Messages => vec![
+                json!({ "type": "content_block_stop", "index": 0 }),
+                json!({
+                    "type": "message_delta",
+                    "delta": { "stop_reason": stop_reason(end), "stop_sequence": null },
+                    "usage": message_usage(header, end),
+                }),
+                json!({ "type": "message_stop" }),
+            ],
+        }
+    }
+
+    /// The event of some words, which need no escaping.
+    fn write_words(self, header: &AnswerHeader, number: u64, text: &str, out: &mut String) {
+        let _ = match self {
+            Self::Responses => write!(
+                out,
+                "event: response.output_text.delta\ndata: {{\"type\":\"response.output_text.delta\",\
+                 \"sequence_number\":{number},\"item_id\":{},\"output_index\":0,\
+                 \"content_index\":0,\"delta\":\"{text}\",\"logprobs\":[]}}\n\n",
+                Value::from(item_id(header)),
+            ),
+            Self::Messages => write!(
+                out,
+                "event: content_block_delta\ndata: {{\"type\":\"content_block_delta\",\"index\":0,\
+                 \"delta\":{{\"type\":\"text_delta\",\"text\":\"{text}\"}}}}\n\n"
+            ),
+        };
+    }
+}
+
+fn response(header: &AnswerHeader, latest: Latest, status: &str) -> Value {
+    let is_cut = latest.finish == Some(Finish::Length);
+    let output = match latest.finish {
+        Some(_) => {
+            let text = words(header.voice, 0, latest.output_tokens);
+            json!([output_item(header, text, "completed")])
+        }
+        None => json!([]),
+    };
+    let usage = latest.finish.map(|_| {
+        json!({
+            "input_tokens": header.prompt_tokens,
+            "input_tokens_details": { "cached_tokens": latest.cached_tokens },
+            "output_tokens": latest.output_tokens,
+            "output_tokens_details": { "reasoning_tokens": 0 },
+            "total_tokens": header.prompt_tokens + latest.output_tokens,
+        })
+    });
+    json!({
+        "id": header.id, "object": "response", "created_at": header.created_s,
+        "status": if is_cut { "incomplete" } else { status },
+        "incomplete_details": is_cut.then(|| json!({ "reason": "max_output_tokens" })),
+        "error": null, "instructions": null, "metadata": null, "model": header.model,
+        "output": output, "parallel_tool_calls": true, "previous_response_id": null,
+        "tool_choice": "auto", "tools": [], "truncation": "disabled", "background": false,
+        "service_tier": "auto", "usage": usage, "user": null,
+    })
+}
+
+fn item_id(header: &AnswerHeader) -> String {
+    format!("{}-item", header.id)
+}
+
+fn output_item(header: &AnswerHeader, text: String, status: &str) -> Value {
+    json!({
+        "id": item_id(header), "type": "message", "role": "assistant", "status": status,
+        "content": [part(text)],
+    })
+}
+
+fn part(text: String) -> Value {
+    json!({ "type": "output_text", "text": text, "annotations": [], "logprobs": null })
+}
+
+fn message(header: &AnswerHeader, latest: Latest) -> Value {
+    let text = words(header.voice, 0, latest.output_tokens);
+    let content = match latest.finish {
+        Some(_) => json!([{ "type": "text", "text": text }]),
+        None => json!([]),
+    };
+    json!({
+        "id": header.id, "type": "message", "role": "assistant", "model": header.model,
+        "content": content, "stop_reason": stop_reason(latest), "stop_sequence": null,
+        "usage": message_usage(header, latest),
+    })
+}
+
+/// In this dialect cached tokens are beside the input, not part of it.
+fn message_usage(header: &AnswerHeader, latest: Latest) -> Value {
+    json!({
+        "input_tokens": header.prompt_tokens - latest.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": latest.cached_tokens,
+        "output_tokens": latest.output_tokens,
+    })
+}
+
+fn stop_reason(latest: Latest) -> Option<&'static str> {
+    latest.finish.map(|finish| match finish {
+        Finish::Stop => "end_turn",
+        Finish::Length => "max_tokens",
+    })
+}
+
+/// An answer as named events, made as the model goes. Dropping it aborts the request.
+#[derive(Debug)]
+pub(super) struct NamedEvents {
+    ticket: RequestGuard,
+    header: AnswerHeader,
+    dialect: NamedDialect,
+    sent: u32,
+    /// Of the next event.
+    number: u64,
+    is_over: bool,
+}
+
+impl NamedEvents {
+    /// The answer to `ticket`'s request.
+    #[must_use]
+    pub(super) fn new(ticket: RequestGuard, header: AnswerHeader, dialect: NamedDialect) -> Self {
+        Self {
+            ticket,
+            header,
+            dialect,
+            sent: 0,
+            number: 0,
+            is_over: false,
+        }
+    }
+
+    /// The events that tell everything between what was sent and `latest`.
+    fn render(&mut self, latest: Latest) -> Bytes {
+        let mut out = String::with_capacity(512);
+        if self.sent == 0 {
+            let opening = self.dialect.opening(&self.header, latest);
+            self.write_all(opening, &mut out);
+        }
+        let text = words(self.header.voice, self.sent, latest.output_tokens);
+        self.dialect
+            .write_words(&self.header, self.number, &text, &mut out);
+        self.number += 1;
+        self.sent = latest.output_tokens;
+        if latest.finish.is_some() {
+            self.is_over = true;
+            let closing = self.dialect.closing(&self.header, latest);
+            self.write_all(closing, &mut out);
+        }
+        Bytes::from(out)
+    }
+
+    fn write_all(&mut self, events: Vec<Value>, out: &mut String) {
+        for mut event in events {
+            if self.dialect == NamedDialect::Responses {
+                event["sequence_number"] = self.number.into();
+            }
+            self.number += 1;
+            let name = event["type"].as_str().unwrap_or_default();
+            let _ = write!(out, "event: {name}\ndata: {event}\n\n");
+        }
+    }
+}
+
+impl Stream for NamedEvents {
+    type Item = Result<Bytes, Infallible>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let stream = self.get_mut();
+        if stream.is_over {
+            return Poll::Ready(None);
+        }
+        let latest = Pin::new(&mut stream.ticket).poll_next(cx);
+        latest.map(|latest| Some(Ok(stream.render(latest))))
+    }
+}
