@@ -19,12 +19,12 @@ use crate::error::Problem;
 use crate::settings::{AdmissionForm, is_former};
 
 /// Since when the former names are deprecated (RFC 9745).
-const DEPRECATION: (HeaderName, HeaderValue) = (
+pub(super) const DEPRECATION: (HeaderName, HeaderValue) = (
     HeaderName::from_static("deprecation"),
     HeaderValue::from_static("@1795305600"),
 );
 /// What to write in their place.
-const WARNING: (HeaderName, HeaderValue) = (
+pub(super) const WARNING: (HeaderName, HeaderValue) = (
     HeaderName::from_static("warning"),
     HeaderValue::from_static(
         "299 quorate \"these names of settings are deprecated: use those of [admission] in a config \

@@ -33,9 +33,9 @@ pub fn admin_body(bytes: &[u8]) {
             .map(|body| Command::PutAdmission(body.settings)),
         4 => read::<UserSpec>(body).map(Command::PutUser),
         5 => read::<users::PutUserBody>(body)
-            .and_then(|body| body.limits)
-            .map(|limits| {
-                let name = "bob".to_owned();
+            .and_then(|body| body.limits().ok().flatten())
+            .map(|written| {
+                let (name, limits) = ("bob".to_owned(), written.limits);
                 Command::PutUserLimits { name, limits }
             }),
         6 => {

@@ -3,18 +3,21 @@
 use axum::extract::State;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use state::command::{Command, UserSpec};
 use state::ids::{LogIndex, UserKey};
 use state::quotas::{RemainingLimits, UserLimits};
 use state::users::{UserUsage, UserView};
 
 use super::AdminState;
+use super::admission::{DEPRECATION, WARNING};
 use super::answer::{
     Json, ListQuery, PathParam, QueryParams, ReadQuery, at_level, json, name_of, submit,
 };
-use super::problem::{invalid, not_found};
+use super::problem::{invalid, not_found, unfit};
 use crate::admission::Admission;
 use crate::error::Problem;
+use crate::settings::{SettingFault, UserLimitsForm, are_former_limits};
 
 /// A user as stored in the state.
 #[derive(Serialize)]
@@ -29,7 +32,7 @@ struct UserDetail {
     waiting: QueuedRequests,
     /// Limits set for this user; if absent, the limits for all users apply.
     #[serde(skip_serializing_if = "Option::is_none")]
-    limits: Option<UserLimits>,
+    limits: Option<UserLimitsForm>,
     /// Remainder of the effective limits; `null`: unlimited.
     left: RemainingLimits,
     total: UserUsage,
@@ -57,7 +60,7 @@ impl UserDetail {
                 here: admission.waiting_of(user.key),
                 cluster: user.waiting,
             },
-            limits: user.limits,
+            limits: user.limits.as_ref().map(UserLimitsForm::from),
             left: user.left,
             total: user.total,
             window: user.window,
@@ -139,9 +142,43 @@ pub(super) async fn show(
 #[serde(deny_unknown_fields)]
 pub(super) struct PutUserBody {
     weight_milli: Option<u32>,
-    /// Limits of the user; without any bound, the user's own limits are removed and those for all
-    /// users apply.
-    pub(super) limits: Option<UserLimits>,
+    /// Limits of the user, as `[admission.user_limits]` has them; without any bound, the user's own
+    /// limits are removed and those for all users apply.
+    limits: Option<Value>,
+}
+
+/// Limits in a body.
+pub(super) struct WrittenLimits {
+    pub(super) limits: UserLimits,
+    /// Whether they had the names that they have in the log.
+    are_former: bool,
+}
+
+impl PutUserBody {
+    pub(super) fn limits(&self) -> Result<Option<WrittenLimits>, Problem> {
+        let Some(limits) = &self.limits else {
+            return Ok(None);
+        };
+        let are_former = are_former_limits(limits);
+        let limits = if are_former {
+            UserLimits::deserialize(limits).map_err(|fault| invalid("limits", fault.to_string()))?
+        } else {
+            let form = UserLimitsForm::read(limits).map_err(|faults| unfit(&within(faults)))?;
+            form.limits()
+        };
+        Ok(Some(WrittenLimits { limits, are_former }))
+    }
+}
+
+/// The faults with their keys as the body has them.
+fn within(mut faults: Vec<SettingFault>) -> Vec<SettingFault> {
+    for fault in &mut faults {
+        fault.key = match fault.key.as_str() {
+            "" => "limits".to_owned(),
+            key => format!("limits.{key}"),
+        };
+    }
+    faults
 }
 
 pub(super) async fn put(
@@ -159,7 +196,10 @@ pub(super) async fn put(
             return Err(problem);
         }
     }
-    let command = match (body.weight_milli, body.limits) {
+    let written = body.limits()?;
+    let are_former = written.as_ref().is_some_and(|it| it.are_former);
+    let limits = written.map(|it| it.limits);
+    let command = match (body.weight_milli, limits) {
         (None, None) => {
             let expected = "neither weight_milli nor limits".to_owned();
             return Err(invalid("body", expected));
@@ -171,7 +211,11 @@ pub(super) async fn put(
             limits,
         },
     };
-    submit(&admin, command).await
+    let mut answer = submit(&admin, command).await?;
+    if are_former {
+        answer.headers_mut().extend([DEPRECATION, WARNING]);
+    }
+    Ok(answer)
 }
 
 /// Resets the user's usage of its per-window limits.

@@ -5,6 +5,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use schemars::JsonSchema;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use smart_default::SmartDefault;
@@ -15,7 +16,7 @@ use state::admission::{
 use state::command::Rejection;
 use state::quotas::{TOKENS_MAX, UserLimits};
 
-use super::form::{self, Parsed, Slots, Span, SpanOrZero, ms};
+use super::form::{self, LongSpan, LongSpanOrZero, Parsed, Slots, Span, SpanOrZero, ms};
 use super::schema::{SettingFault, schema_of, valid_part};
 
 /// The replicated settings of `[admission]`.
@@ -39,7 +40,7 @@ pub struct AdmissionForm {
     /// Maximum waiting time; after that a request gets a 503. A request that is predicted to wait
     /// longer gets it immediately.
     #[default(ms(AdmissionSettings::default().wait_ms_max))]
-    pub max_wait: Parsed<Span>,
+    pub max_wait: Parsed<LongSpan>,
     /// Which prompt tokens are charged: the uncached ones, all, or all with cached ones at a tenth.
     #[default(AdmissionSettings::default().charge)]
     pub charge: ChargeInput,
@@ -60,7 +61,7 @@ pub struct AdmissionForm {
     pub bin_selection: BinSelection,
     /// A request that has waited this long is served before its bin's turn.
     #[default(ms(AdmissionSettings::default().bin_age_ms_max))]
-    pub bin_max_age: Parsed<Span>,
+    pub bin_max_age: Parsed<LongSpanOrZero>,
     /// `continuous`: bins only order the queue. `static`: a batch of one bin goes to one backend
     /// together, for engines whose batches end together.
     #[default(AdmissionSettings::default().batching)]
@@ -96,7 +97,7 @@ pub struct SlaForm {
     pub memory_z_milli: u32,
 }
 
-/// `[admission.user_limits]`.
+/// `[admission.user_limits]`, and the limits of one user.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UserLimitsForm {
@@ -114,6 +115,7 @@ pub struct UserLimitsForm {
 }
 
 static SCHEMA: LazyLock<Value> = LazyLock::new(|| schema_of::<AdmissionForm>(form::named));
+static LIMITS: LazyLock<Value> = LazyLock::new(|| schema_of::<UserLimitsForm>(form::named));
 
 impl AdmissionForm {
     /// Reads the settings in a document.
@@ -121,17 +123,7 @@ impl AdmissionForm {
     /// # Errors
     /// Every fault, at least one.
     pub fn read(document: &Value) -> Result<Self, Vec<SettingFault>> {
-        let (valid, faults) = valid_part(form::named, &SCHEMA, document);
-        if !faults.is_empty() {
-            return Err(faults);
-        }
-        let read = serde_json::from_value::<Self>(valid).map_err(|error| {
-            vec![SettingFault {
-                key: String::new(),
-                found: error.to_string(),
-                expected: "settings as docs/reference/config.md lists them".to_owned(),
-            }]
-        })?;
+        let read = read_form::<Self>(&SCHEMA, document)?;
         // Whether values fit together can be told once each is valid by itself.
         match read.misfit() {
             Some(fault) => Err(vec![fault]),
@@ -177,19 +169,63 @@ impl AdmissionForm {
                 batch_max: self.sla.max_batch,
                 memory_z_milli: self.sla.memory_z_milli,
             },
-            user_limits: UserLimits {
-                requests: self.user_limits.requests,
-                tokens: self.user_limits.tokens,
-                concurrent: self.user_limits.concurrent,
-                window_ms: self.user_limits.window.as_deref().copied().map(millis),
-            },
+            user_limits: self.user_limits.limits(),
         }
     }
 }
 
+impl UserLimitsForm {
+    /// Reads the limits of a user.
+    ///
+    /// # Errors
+    /// Every fault, at least one.
+    pub fn read(document: &Value) -> Result<Self, Vec<SettingFault>> {
+        read_form(&LIMITS, document)
+    }
+
+    /// Returns the limits as the log has them.
+    #[must_use]
+    pub fn limits(&self) -> UserLimits {
+        UserLimits {
+            requests: self.requests,
+            tokens: self.tokens,
+            concurrent: self.concurrent,
+            window_ms: self.window.as_deref().copied().map(millis),
+        }
+    }
+}
+
+impl From<&UserLimits> for UserLimitsForm {
+    fn from(limits: &UserLimits) -> Self {
+        Self {
+            requests: limits.requests,
+            tokens: limits.tokens,
+            concurrent: limits.concurrent,
+            window: limits.window_ms.map(ms),
+        }
+    }
+}
+
+fn read_form<T: DeserializeOwned>(
+    schema: &Value,
+    document: &Value,
+) -> Result<T, Vec<SettingFault>> {
+    let (valid, faults) = valid_part(form::named, schema, document);
+    if !faults.is_empty() {
+        return Err(faults);
+    }
+    serde_json::from_value(valid).map_err(|error| {
+        vec![SettingFault {
+            key: String::new(),
+            found: error.to_string(),
+            expected: "settings as docs/reference/config.md lists them".to_owned(),
+        }]
+    })
+}
+
 impl From<&AdmissionSettings> for AdmissionForm {
     fn from(settings: &AdmissionSettings) -> Self {
-        let (sla, limits) = (&settings.sla, &settings.user_limits);
+        let sla = &settings.sla;
         Self {
             order: settings.order,
             concurrency: Parsed(settings.concurrency),
@@ -209,12 +245,7 @@ impl From<&AdmissionSettings> for AdmissionForm {
                 max_batch: sla.batch_max,
                 memory_z_milli: sla.memory_z_milli,
             },
-            user_limits: UserLimitsForm {
-                requests: limits.requests,
-                tokens: limits.tokens,
-                concurrent: limits.concurrent,
-                window: limits.window_ms.map(ms),
-            },
+            user_limits: UserLimitsForm::from(&settings.user_limits),
         }
     }
 }
@@ -237,6 +268,12 @@ pub fn is_former(document: &Value) -> bool {
     let has_name = |table: &Value| NAMES.iter().any(|(name, _)| table.get(name).is_some());
     let tables = [document, &document["sla"], &document["user_limits"]];
     document["concurrency"].is_object() || tables.into_iter().any(has_name)
+}
+
+/// The same of the limits of a user.
+#[must_use]
+pub fn are_former_limits(limits: &Value) -> bool {
+    NAMES.iter().any(|(name, _)| limits.get(name).is_some())
 }
 
 /// Returns a field of the log's settings, or words about one, as operators write it.
@@ -299,7 +336,28 @@ mod tests {
 
     #[test]
     fn what_is_written_reads_the_same() {
-        for settings in [AdmissionSettings::default(), unlike_the_defaults()] {
+        // What `state` takes and a config file would not say.
+        let extreme = AdmissionSettings {
+            wait_ms_max: u32::MAX,
+            bin_age_ms_max: 0,
+            ..AdmissionSettings::default()
+        };
+        extreme.validate().unwrap();
+        let slowest = AdmissionSettings {
+            bin_age_ms_max: u32::MAX,
+            sla: SlaSettings {
+                inter_token_us: u32::MAX,
+                tolerance_us: u32::MAX,
+                ..SlaSettings::default()
+            },
+            ..extreme
+        };
+        for settings in [
+            AdmissionSettings::default(),
+            unlike_the_defaults(),
+            extreme,
+            slowest,
+        ] {
             let written = serde_json::to_value(AdmissionForm::from(&settings)).unwrap();
             assert!(!is_former(&written), "{written}");
             let read = AdmissionForm::read(&written).unwrap();
@@ -349,7 +407,7 @@ mod tests {
             order is "lifo" (expected "vtc" or "vtc-max-fair" or "vtc-pred" or "dlpm" or "lcf" or "rpm" or "fcfs")
             concurrency is 0 (expected an integer from 1 to 65536, "adaptive" or "unlimited")
             max_queue is "many" (expected an integer from 1 to 4294967295)
-            max_wait is 5 (expected a duration from 1ms to 1day, such as "20ms" or "1m 30s")
+            max_wait is 5 (expected a duration from 1ms to 49days, such as "20ms" or "1m 30s")
             max_age is an unknown key (expected one of batching, bin_max_age, bin_selection, bins, charge, concurrency, gate_tokens, grants, max_queue, max_wait, order, sla, user_limits)
             sla.min_batch is -1 (expected an integer from 1 to 4294967295)
             user_limits is a list (expected an object)"#]].assert_eq(&faults.join("\n"));

@@ -180,6 +180,20 @@ forms! {
         read: span,
         show: show_duration,
     }
+    /// A duration that may be as long as the log can say.
+    LongSpan: Duration = "long-time-span" {
+        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
+        expected: "a duration from 1ms to 49days, such as \"20ms\" or \"1m 30s\"",
+        read: |text| long_span(text).filter(is_span),
+        show: show_duration,
+    }
+    /// The same, or zero.
+    LongSpanOrZero: Duration = "long-time-span-or-zero" {
+        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
+        expected: "a duration up to 49days, such as \"5s\"",
+        read: long_span,
+        show: show_duration,
+    }
     /// Maximum number of concurrent requests of a backend.
     Slots: Concurrency = "concurrency" {
         pattern: "^(adaptive|unlimited)$",
@@ -200,6 +214,12 @@ const SPAN_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 pub fn span(text: &str) -> Option<Duration> {
     let span = humantime::parse_duration(text).ok();
     span.filter(|span| *span <= SPAN_MAX)
+}
+
+/// Parses a duration that the log can say in milliseconds.
+fn long_span(text: &str) -> Option<Duration> {
+    let span = humantime::parse_duration(text).ok();
+    span.filter(|span| span.as_millis() <= u32::MAX.into())
 }
 
 /// Whether a duration is long enough to wait for.
@@ -254,6 +274,13 @@ mod tests {
             }
         }
         assert_eq!(Span::read("999us"), None);
+        let longest = Duration::from_millis(u32::MAX.into());
+        for read in [LongSpan::read, LongSpanOrZero::read] {
+            assert_eq!(read(&show_duration(&longest)), Some(longest));
+            assert_eq!(read("50days"), None);
+        }
+        assert_eq!(LongSpan::read("0s"), None);
+        assert_eq!(LongSpanOrZero::read("0s"), Some(Duration::ZERO));
         assert_eq!(SpanOrZero::read("0s"), Some(Duration::ZERO));
     }
 

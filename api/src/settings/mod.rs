@@ -10,10 +10,10 @@ mod form;
 mod listing;
 mod schema;
 
-pub use admission::{AdmissionForm, SlaForm, UserLimitsForm, is_former};
+pub use admission::{AdmissionForm, SlaForm, UserLimitsForm, are_former_limits, is_former};
 pub use form::{
-    Bounds, Form, FormLookup, NamedForm, Parsed, Slots, Span, SpanOrZero, first, is_span, ms,
-    named, show_duration, span,
+    Bounds, Form, FormLookup, LongSpan, LongSpanOrZero, NamedForm, Parsed, Slots, Span, SpanOrZero,
+    first, is_span, ms, named, show_duration, span,
 };
 pub use listing::{
     Difference, FileSettings, LocalSetting, ReplicatedSettings, SettingKey, SettingValues,

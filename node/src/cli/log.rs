@@ -152,7 +152,7 @@ fn shown(state: &RouterState) -> Value {
             "counter_milli_tokens": user.counter_milli_tokens,
             "in_flight": user.in_flight,
             "waiting": user.waiting,
-            "limits": user.limits,
+            "limits": user.limits.as_ref().map(UserLimitsForm::from),
             "left": user.left,
             "total": user.total,
         })

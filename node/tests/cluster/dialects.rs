@@ -114,7 +114,8 @@ async fn every_dialect_tells_its_usage_whole_and_as_a_stream() {
             assert_eq!(answer.status, StatusCode::OK, "{:?}", answer.body);
             let (text, usage) = if is_stream {
                 let events = events(&answer.body);
-                let delta = |event: &Value| Some(event.pointer(dialect.delta)?.as_str()?.to_owned());
+                let delta =
+                    |event: &Value| Some(event.pointer(dialect.delta)?.as_str()?.to_owned());
                 let usage = |event: &Value| event.pointer(dialect.last_usage).cloned();
                 let usage = events.iter().rev().find_map(usage);
                 (events.iter().filter_map(delta).collect(), usage)

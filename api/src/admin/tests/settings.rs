@@ -46,13 +46,70 @@ async fn former_names_are_taken_with_a_warning() {
 }
 
 #[tokio::test]
+async fn what_former_names_could_say_can_be_read_and_written_back() {
+    let bench = Bench::new();
+    let body = r#"{"wait_ms_max": 172800000, "bin_age_ms_max": 0}"#;
+    let put = bench.call("PUT", ADMISSION, body).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    let config = bench.get(ADMISSION).await["config"].clone();
+    assert_eq!(config["max_wait"], "2days");
+    assert_eq!(config["bin_max_age"], "0s");
+    let put = bench.call("PUT", ADMISSION, &config.to_string()).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    assert_eq!(bench.get(ADMISSION).await["config"], config);
+}
+
+#[tokio::test]
+async fn limits_of_a_user_are_read_and_written_as_a_config_file_writes_them() {
+    let bench = Bench::new();
+    let user = "/admin/v1/users/ada";
+    let body = r#"{"limits": {"requests": 5, "window": "1m"}}"#;
+    let put = bench.call("PUT", user, body).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    assert!(!put.headers.contains_key("deprecation"));
+    let limits = bench.get(user).await["limits"].clone();
+    assert_eq!(limits["window"], "1m");
+    let again = json!({ "limits": limits }).to_string();
+    let put = bench.call("PUT", user, &again).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    assert_eq!(bench.get(user).await["limits"], limits);
+
+    let former = r#"{"limits": {"requests": 5, "window_ms": 2500}}"#;
+    let put = bench.call("PUT", user, former).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    assert_eq!(put.headers["deprecation"], "@1795305600");
+    assert!(put.headers.contains_key("warning"));
+    assert_eq!(bench.get(user).await["limits"]["window"], "2s 500ms");
+    for (limits, field, detail) in [
+        (
+            r#"{"window": 60}"#,
+            "limits.window",
+            "limits.window is 60 (expected a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\")",
+        ),
+        (
+            r#"{"requests": 0}"#,
+            "limits.requests",
+            "limits.requests is 0 (expected an integer from 1 to 4294967295)",
+        ),
+    ] {
+        let body = format!("{{\"limits\": {limits}}}");
+        let problem = bench.problem(("PUT", user, &*body), 400, "invalid").await;
+        assert_eq!(problem["field"], field, "{problem}");
+        assert_eq!(problem["detail"], detail, "{problem}");
+    }
+    let mixed = r#"{"limits": {"window": "1s", "window_ms": 1000}}"#;
+    let put = bench.call("PUT", user, mixed).await;
+    assert_eq!(put.status, StatusCode::BAD_REQUEST, "{}", put.body);
+}
+
+#[tokio::test]
 async fn a_fault_names_the_key_what_was_found_and_what_is_expected() {
     let bench = Bench::new();
     for (body, field, detail) in [
         (
             r#"{"max_wait": "soon"}"#,
             "max_wait",
-            "max_wait is \"soon\" (expected a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\")",
+            "max_wait is \"soon\" (expected a duration from 1ms to 49days, such as \"20ms\" or \"1m 30s\")",
         ),
         (
             r#"{"concurrency": 0, "sla": {"max_batch": 0}}"#,
