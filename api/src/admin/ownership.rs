@@ -1,13 +1,17 @@
 //! Block ownership as the admin API shows it.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use axum::extract::State;
 use axum::response::Response;
 use serde::Serialize;
+use state::Registry;
 use state::ids::{BlockHash, LogIndex, Slot};
 
 use super::AdminState;
 use super::answer::{PathParam, QueryParams, ReadQuery, at_level, json};
 use super::problem::invalid;
+use crate::backends::named_models;
 use crate::error::Problem;
 
 #[derive(Serialize)]
@@ -17,6 +21,19 @@ struct OwnershipCounts {
     owned_blocks: u64,
     leases: u64,
     backends: Vec<OwnerDetail>,
+    /// By name.
+    models: Vec<ModelOwnership>,
+}
+
+/// Owned blocks by model, as far as backends tell them apart: the hash of a block does not say
+/// which model it is of.
+#[derive(Default, Serialize)]
+struct ModelOwnership {
+    model: String,
+    /// On backends that serve this model alone: all of it.
+    owned_blocks: u64,
+    /// On backends that serve others too: of this model or of those.
+    shared_blocks: u64,
 }
 
 #[derive(Serialize)]
@@ -37,6 +54,7 @@ pub(super) async fn counts(
         owned_blocks: 0,
         leases: 0,
         backends: Vec::new(),
+        models: Vec::new(),
     };
     admin.cluster.with_state(&mut |state| {
         counts.index = admin.view.applied();
@@ -55,9 +73,31 @@ pub(super) async fn counts(
                     .and_then(|served| served.capacity_blocks),
             })
             .collect();
+        counts.models = by_model(&registry, |slot| state.owned_blocks(slot));
     });
     counts.owned_blocks = counts.backends.iter().map(|owner| owner.owned_blocks).sum();
     Ok(json(&counts))
+}
+
+fn by_model(registry: &Registry, owned: impl Fn(Slot) -> u64) -> Vec<ModelOwnership> {
+    let mut models: BTreeMap<&str, ModelOwnership> = BTreeMap::new();
+    for backend in &registry.backends {
+        let served: BTreeSet<&str> = named_models(backend).collect();
+        let (blocks, is_shared) = (owned(backend.handle.slot), served.len() > 1);
+        for model in served {
+            let counts = models.entry(model).or_default();
+            let count = match is_shared {
+                true => &mut counts.shared_blocks,
+                false => &mut counts.owned_blocks,
+            };
+            *count += blocks;
+        }
+    }
+    let named = models.into_iter().map(|(model, counts)| ModelOwnership {
+        model: model.to_owned(),
+        ..counts
+    });
+    named.collect()
 }
 
 #[derive(Serialize)]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use http_body_util::BodyExt;
-use state::command::{Charge, Item};
+use state::command::{Charge, EngineFacts, Item};
 use state::ids::{BackendRef, UserKey};
 
 use super::*;
@@ -178,6 +178,33 @@ async fn blocks_and_ownership_are_shown() {
     assert_eq!(counts["owned_blocks"], 3);
     assert_eq!(counts["leases"], 1);
     assert_eq!(counts["backends"][1]["owned_blocks"], 0);
+    assert_eq!(counts["models"], json!([]), "no engine was asked yet");
+    let backend = |at: usize| bench.admin.view.registry().backends[at].handle;
+    let serves = |at, models: &[&str]| Item::ObserveEngine {
+        backend: backend(at),
+        facts: EngineFacts {
+            models: Some(models.iter().map(ToString::to_string).collect()),
+            ..EngineFacts::default()
+        },
+    };
+    let other = Item::Acquire {
+        attempt: 1,
+        backend: backend(1),
+        tip: None,
+        new: vec![BlockHash(0xb1), BlockHash(0xb2)],
+    };
+    batch(
+        &bench,
+        vec![serves(0, &["m"]), serves(1, &["m", "n"]), other],
+    );
+    let counts = bench.get("/admin/v1/ownership").await;
+    assert_eq!(
+        counts["models"],
+        json!([
+            {"model": "m", "owned_blocks": 3, "shared_blocks": 2},
+            {"model": "n", "owned_blocks": 0, "shared_blocks": 2},
+        ])
+    );
 }
 
 #[tokio::test]
