@@ -77,9 +77,20 @@ impl EngineMetrics {
             | "llamacpp:prompt_tokens_total" => add_u64(&mut self.prompt_tokens, value),
             "sglang:max_total_num_tokens" => add_u64(&mut self.cache_tokens, value),
             "vllm:cache_config_info" => self.add_cache_config(sample),
+            "sglang:page_size" => self.add_page_size(whole(value)),
+            // The same before SGLang 0.5.12.
+            "sglang:cache_config_info" => {
+                let label = sample.labels.get("page_size");
+                self.add_page_size(label.and_then(|label| label.parse().ok()));
+            }
             "process_start_time_seconds" => self.started_at_s = whole(value),
             _ => {}
         }
+    }
+
+    fn add_page_size(&mut self, tokens: Option<u64>) {
+        let size = tokens.and_then(|size| u32::try_from(size).ok());
+        self.block_size = size.filter(|size| *size > 0).or(self.block_size);
     }
 
     /// Adds the cache size, which vLLM exports as labels. Before the engine has measured its
@@ -261,6 +272,21 @@ mod tests {
             ..EngineMetrics::default()
         };
         assert_eq!(EngineMetrics::read(page), Ok(expected));
+    }
+
+    #[test]
+    fn sglangs_page_size_is_read_under_both_names() {
+        for (page, size) in [
+            (&b"sglang:page_size{tp_rank=\"0\"} 64.0\n"[..], Some(64)),
+            (
+                b"sglang:cache_config_info{num_pages=\"9\",page_size=\"32\"} 1.0\n",
+                Some(32),
+            ),
+            (b"sglang:page_size 0\n", None),
+            (b"sglang:page_size 1e12\n", None),
+        ] {
+            assert_eq!(EngineMetrics::read(page).unwrap().block_size, size);
+        }
     }
 
     #[test]
