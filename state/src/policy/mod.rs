@@ -156,7 +156,7 @@ macro_rules! policies {
 policies! {
     /// Least predicted time to first token.
     Cost(cost: CostSettings), "cost", cost;
-    /// Fewest requests running and waiting.
+    /// Fewest requests.
     #[serde(deserialize_with = "no_settings")]
     LeastRequest, "least-request", &least_request::LeastRequest;
     /// Least product of prefill tokens and requests.

@@ -238,9 +238,10 @@ pub(super) fn draw(jitter: u64, slot: Slot) -> u64 {
     mix(jitter ^ (u64::from(slot.0) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// Returns the number of requests at the backend.
+/// Returns the number of requests known to be at the backend. Those that replicas dispatched
+/// include the ones that wait in the engine; its queue says more only where other clients fill it.
 pub(super) fn requests(candidate: &Candidate) -> u64 {
-    u64::from(candidate.running) + u64::from(candidate.waiting)
+    u64::from(candidate.running.max(candidate.waiting))
 }
 
 /// The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).

@@ -1,5 +1,6 @@
 //! Properties of all policies, and the purpose of each.
 
+mod baselines;
 mod cases;
 mod herd;
 mod position;
