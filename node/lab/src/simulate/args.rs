@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use state::admission::{AdmissionSettings, Batching, CODEL_TARGET_MS, Concurrency, Order};
-use state::policy::PolicyConfig;
 
 use super::compare::{ComparisonCase, ComparisonCases, PROGRESS_PARTS, no_verdict};
 use super::events::Micros;
@@ -17,6 +16,7 @@ use super::page;
 use super::plan::{
     BLOCK_TOKENS, BatchTimes, ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan, micros,
 };
+use super::policies::SimPolicy;
 use super::print;
 use super::unusable::SimulateArgsError;
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
@@ -36,9 +36,10 @@ pub struct SimulateArgs {
     /// Predefined comparison, with its own settings and claims
     #[arg(long, value_enum)]
     experiment: Option<Experiment>,
-    /// Policies to compare, one run each
-    #[arg(long, value_name = "P", value_delimiter = ',', default_value = "cost", value_parser = policy)]
-    policy: Vec<PolicyConfig>,
+    /// Policies to compare, one run each, with settings as in NAME:KEY=VALUE:KEY=VALUE;
+    /// prefix-cache-as-written and vllm-cache-aware-as-written decide by their sources' pseudo-code
+    #[arg(long, value_name = "P", value_delimiter = ',', default_value = "cost", value_parser = SimPolicy::parse)]
+    policy: Vec<SimPolicy>,
     /// Orders of the admission queue to compare, one run each
     #[arg(long, value_name = "O", value_delimiter = ',', default_value = "vtc", value_parser = order)]
     order: Vec<Order>,
@@ -184,6 +185,8 @@ enum WorkloadKind {
     OneHot,
     /// One prefix shared by all groups
     Templated,
+    /// One block that differs between groups, early in prompts that are alike otherwise
+    Volatile,
     /// Bursts: six times the rate for five of every twenty seconds
     Burst,
     /// Users who always have requests waiting
@@ -202,12 +205,6 @@ enum ShareMode {
 /// How late news are; `NewsLag(None)`: they never come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct NewsLag(Option<Micros>);
-
-fn policy(text: &str) -> Result<PolicyConfig, String> {
-    let all = PolicyConfig::defaults();
-    let found = all.into_iter().find(|policy| policy.name() == text);
-    found.ok_or_else(|| format!("expected one of {}", state::policy::POLICY_NAMES.join(", ")))
-}
 
 fn order(text: &str) -> Result<Order, String> {
     serde_json::from_value(text.into())
@@ -349,10 +346,10 @@ impl SimulateArgs {
         })
     }
 
-    fn variant(&self, base: &SimPlan, policy: &PolicyConfig, order: Order, bins: u16) -> SimPlan {
+    fn variant(&self, base: &SimPlan, policy: &SimPolicy, order: Order, bins: u16) -> SimPlan {
         let mut parts = Vec::new();
         if self.policy.len() > 1 || self.order.len() * self.bins.len() == 1 {
-            parts.push(policy.name().to_owned());
+            parts.push(policy.label.clone());
         }
         if self.order.len() > 1 {
             let name = serde_json::to_value(order).unwrap_or_default();
@@ -363,7 +360,8 @@ impl SimulateArgs {
         }
         SimPlan {
             label: parts.join(" "),
-            policy: policy.clone(),
+            policy: policy.config.clone(),
+            as_written: policy.as_written,
             admission: AdmissionSettings {
                 order,
                 bins,
@@ -395,7 +393,7 @@ impl SimulateArgs {
         let engine = &self.engine;
         let plan = SimPlan {
             label: String::new(),
-            policy: self.policy[0].clone(),
+            policy: self.policy[0].config.clone(),
             admission: AdmissionSettings {
                 concurrency: engine
                     .static_batch
@@ -524,6 +522,7 @@ impl SimulateArgs {
             WorkloadKind::SharedPrefix | WorkloadKind::Fairness => Mix::shared_prefix(),
             WorkloadKind::OneHot => Mix::one_hot(),
             WorkloadKind::Templated => Mix::templated(),
+            WorkloadKind::Volatile => Mix::volatile(),
             WorkloadKind::Burst => Mix::burst(),
         };
         Mix {

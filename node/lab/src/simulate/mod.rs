@@ -10,6 +10,7 @@
 //! docs/guide/simulator.md says what it models, what it leaves out, and what the experiments show.
 
 mod args;
+pub mod as_written;
 pub mod clock;
 pub mod compare;
 pub mod engine;
@@ -20,6 +21,7 @@ pub mod lobby;
 pub mod overload;
 pub mod page;
 pub mod plan;
+pub mod policies;
 pub mod print;
 pub mod replica;
 pub mod report;

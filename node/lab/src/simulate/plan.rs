@@ -6,6 +6,7 @@ use state::admission::AdmissionSettings;
 use state::policy::{CostSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
+use super::as_written::AsWritten;
 use super::events::Micros;
 use crate::engine::model::EngineShape;
 
@@ -19,6 +20,8 @@ pub struct SimPlan {
     pub label: String,
     /// How backends are chosen.
     pub policy: PolicyConfig,
+    /// A source's pseudo-code that chooses in its place.
+    pub as_written: Option<AsWritten>,
     /// How requests are admitted.
     pub admission: AdmissionSettings,
     /// What tokens cost.
@@ -130,6 +133,7 @@ impl Default for SimPlan {
         Self {
             label: String::new(),
             policy: PolicyConfig::Cost(CostSettings::default()),
+            as_written: None,
             admission: AdmissionSettings::default(),
             prices: FairnessSettings::default(),
             codel_target: Duration::MAX,

@@ -5,6 +5,7 @@
 //! What stands here is what a socket, a probe or the log does in production: it says when an engine
 //! answered, what engines are doing, and which entry of the log came.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,9 +13,9 @@ use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
 use api::prompt::{ChainTail, PromptIdentity};
 use api::routing::{
-    AfterProposal, Attempt, AttemptEnd, Decision, DispatchTerms, LoadReporter, LoadTable,
-    OutboxSettings, Router, RouterParts, RoutingRejection, RoutingRequest, SelectSettings,
-    SharedOutbox, Usage, UserName,
+    AfterProposal, Attempt, AttemptEnd, Decision, DispatchTerms, FilterVerdict, LoadReporter,
+    LoadTable, OutboxSettings, Router, RouterParts, RoutingRejection, RoutingRequest,
+    SelectSettings, SharedOutbox, Usage, UserName,
 };
 use http::{HeaderMap, HeaderName, HeaderValue};
 use state::admission::{Counters, PendingCharges, Pricing, UserFigures};
@@ -25,6 +26,7 @@ use state::ratios::TokenRatio;
 use state::{RouterState, StateView};
 use tokio::time::Instant;
 
+use super::as_written::{AsWritten, WrittenCandidate, WrittenRouter};
 use super::clock::{EPOCH_MS, SimClock, unix_ms};
 use super::engine::ProbedFigures;
 use super::events::Micros;
@@ -43,6 +45,8 @@ pub struct RunSettings {
     pub flush: Micros,
     /// What tokens cost.
     pub pricing: Pricing,
+    /// A source's pseudo-code that decides.
+    pub as_written: Option<AsWritten>,
 }
 
 /// One replica.
@@ -63,6 +67,8 @@ pub struct SimReplica {
     pricing: Pricing,
     model: ModelKey,
     clock: SimClock,
+    /// Decides in the policy's place.
+    written: Option<RefCell<WrittenRouter>>,
 }
 
 /// Who sends requests: a user with a session of its own.
@@ -74,6 +80,8 @@ pub struct SimSender {
 /// A request as a decision sees it.
 pub struct SimRequest<'a> {
     id: String,
+    number: usize,
+    prompt: &'a SimPrompt,
     identity: PromptIdentity,
     sender: &'a SimSender,
 }
@@ -93,6 +101,8 @@ pub struct EngineUsage {
 pub struct InFlight {
     /// Where.
     pub backend: BackendRef,
+    /// Prompt tokens that its user is charged for if the engine never tells of any.
+    pub uncached_tokens: u32,
     attempt: Attempt,
     has_first_token: bool,
 }
@@ -158,6 +168,9 @@ impl SimReplica {
             pricing: run.pricing,
             model: model_key(HASH_SEED, MODEL),
             clock: run.clock,
+            written: run
+                .as_written
+                .map(|it| RefCell::new(WrittenRouter::new(it))),
         };
         replica.probed(|_| ProbedFigures::default());
         replica
@@ -185,7 +198,7 @@ impl SimReplica {
     pub fn request<'a>(
         &self,
         number: usize,
-        prompt: &SimPrompt,
+        prompt: &'a SimPrompt,
         sender: &'a SimSender,
     ) -> SimRequest<'a> {
         let identity = prompt.identity.clone();
@@ -195,6 +208,8 @@ impl SimReplica {
         };
         SimRequest {
             id: number.to_string(),
+            number,
+            prompt,
             identity: PromptIdentity { tail, ..identity },
             sender,
         }
@@ -211,8 +226,31 @@ impl SimReplica {
         now: Micros,
     ) -> Result<Decision, RoutingRejection> {
         let decider = self.router.decider();
+        let only = only.or_else(|| self.choose_as_written(ask, now));
         let excluded = only.map_or_else(Vec::new, |slot| decider.slots_but(slot));
         decider.decide(&ask.routed(&excluded), self.clock.at(now))
+    }
+
+    /// The choice of a source's pseudo-code among the backends that the filters leave; `None`: the
+    /// policy chooses, or nobody can take it.
+    fn choose_as_written(&self, ask: &SimRequest<'_>, now: Micros) -> Option<Slot> {
+        let written = self.written.as_ref()?;
+        let (decider, outbox) = (self.router.decider(), self.outbox().status());
+        let explained = decider.explain(&ask.routed(&[]), outbox, self.clock.at(now));
+        let left = explained.backends.iter();
+        let left = left.filter(|it| it.verdict == FilterVerdict::Candidate);
+        let candidates: Vec<WrittenCandidate> = left
+            .map(|it| WrittenCandidate {
+                slot: it.backend.slot,
+                matched: it.matched,
+                running: it.cluster.running,
+            })
+            .collect();
+        if candidates.is_empty() {
+            return None;
+        }
+        let mut written = written.borrow_mut();
+        Some(written.choose(&candidates, &ask.prompt.positions, ask.number, now))
     }
 
     /// A request of `sender` begins to wait. Returns whom it is charged to.
@@ -244,10 +282,23 @@ impl SimReplica {
             tokens_max,
             granted_tokens: None,
         };
+        if let Some(written) = &self.written {
+            let slot = decision.backend.slot;
+            written.borrow_mut().dispatched(&ask.prompt.positions, slot);
+        }
         let (ask, now) = (ask.routed(&[]), self.clock.at(now));
         let dispatcher = self.router.dispatcher();
+        let identity = ask.identity;
+        // As attempts do: only where blocks cannot be forged, those found count as cached.
+        let cached_tokens = match self.view.registry().hash_secret {
+            Some(_) => decision
+                .matched
+                .saturating_mul(identity.tail.tokens_per_block),
+            None => 0,
+        };
         InFlight {
             backend: decision.backend,
+            uncached_tokens: identity.tokens.saturating_sub(cached_tokens),
             attempt: dispatcher.dispatch(decision, &ask, terms, now),
             has_first_token: false,
         }

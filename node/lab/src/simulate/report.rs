@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use state::admission::{Order, bound};
 
+use super::as_written::AsWritten;
 use super::ideal::IdealBounds;
 use super::plan::SimPlan;
 use super::tally::SimTally;
@@ -201,7 +202,10 @@ impl RunReport {
         let ttft_ms = summary(&mut tally.ttft);
         Self {
             label: plan.label.clone(),
-            policy: plan.policy.name().to_owned(),
+            policy: plan
+                .as_written
+                .map_or(plan.policy.name(), AsWritten::name)
+                .to_owned(),
             order: name_of(&plan.admission.order),
             requests: tally.arrived,
             ok: tally.ended,

@@ -7,7 +7,8 @@ use state::admission::{AdmissionSettings, Concurrency, Order};
 use state::policy::PolicyConfig;
 
 use super::compare::ComparisonCase;
-use super::plan::{EngineModel, RestartPlan, RestartScope, SimPlan};
+use super::plan::{ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan};
+use super::policies::SimPolicy;
 use super::report::RunReport;
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 
@@ -80,6 +81,42 @@ fn every_policy_serves_every_request_and_the_books_balance() {
             "{run:?}"
         );
     }
+}
+
+#[test]
+fn what_sources_write_is_worse_where_the_reasons_against_it_apply() {
+    let hit_rate = |mix: &Mix, policy: &str| {
+        let policy = SimPolicy::parse(policy).unwrap();
+        let plan = SimPlan {
+            label: policy.label,
+            policy: policy.config,
+            as_written: policy.as_written,
+            ..small()
+        };
+        let run = run(&plan, &mix.generate(7));
+        assert_eq!(run.refused, 0);
+        run.hit_rate
+    };
+    // What stands behind a field that differs looks alike everywhere and is nowhere.
+    let volatile = Mix {
+        groups: 40,
+        shared_after_tokens: 256,
+        lengths: mix().lengths,
+        rate: 40.0,
+        duration: 4 * SECOND,
+        ..Mix::volatile()
+    };
+    let built = hit_rate(&volatile, "vllm-cache-aware");
+    let written = hit_rate(&volatile, "vllm-cache-aware-as-written");
+    assert!(built > written + 0.1, "{built} against {written}");
+    // All prompts begin alike, and any match wins.
+    let templated = Mix {
+        common_tokens: 64,
+        ..mix()
+    };
+    let built = hit_rate(&templated, "prefix-cache");
+    let written = hit_rate(&templated, "prefix-cache-as-written");
+    assert!(built >= written, "{built} against {written}");
 }
 
 #[test]
@@ -198,6 +235,31 @@ fn the_gap_stays_within_the_bound_and_first_come_first_served_is_not_fair() {
             unfair.service_ratio
         );
         assert!(fair.tokens_per_s > 0.95 * unfair.tokens_per_s);
+    }
+}
+
+#[test]
+fn the_gap_stays_within_the_bound_when_clients_leave() {
+    for pinned in [false, true] {
+        let mut workload = backlogged(pinned);
+        // Long prompts: many leave before the first token.
+        workload.shape.input = (512, 1024);
+        let plan = SimPlan {
+            clients: ClientModel {
+                patience: Some((SECOND / 2, 4 * SECOND)),
+                retries: 3,
+            },
+            ..queueing(Order::Vtc)
+        };
+        let case = ComparisonCase {
+            plan,
+            workload: Arc::new(workload),
+        };
+        let run = case.run(|_| {});
+        assert_eq!(run.faults, Vec::<String>::new());
+        assert!(run.departures > 0, "{run:?}");
+        let (gap, bound) = (run.gap.unwrap(), run.gap_bound.unwrap());
+        assert!(gap <= bound, "{gap} over {bound}, {}", run.departures);
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! One generator with parameters makes all of them: `shared-prefix` has groups, `one-hot` sends
 //! most requests to one of them, `templated` puts one beginning before all groups, `burst` sends
-//! many times faster for a while.
+//! many times faster for a while, `volatile` has a field early on that differs between groups.
 
 use std::sync::Arc;
 
@@ -12,6 +12,7 @@ use crate::engine::text::TOKEN_BYTES;
 use crate::replay::text::passage;
 use crate::rng::Rng;
 use crate::simulate::events::Micros;
+use crate::simulate::plan::BLOCK_TOKENS;
 
 /// Sizes of a generated workload.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -28,6 +29,8 @@ pub struct Mix {
     pub groups: u32,
     /// Tokens of a group's beginning.
     pub group_tokens: u32,
+    /// Tokens that all prompts have behind that.
+    pub shared_after_tokens: u32,
     /// Tokens of a request's own, and output tokens.
     pub lengths: LengthRange,
     /// Share of the requests that go to the first group, in thousandths; 0: an equal share.
@@ -60,6 +63,7 @@ impl Mix {
             common_tokens: 0,
             groups: 32,
             group_tokens: 2048,
+            shared_after_tokens: 0,
             lengths: LengthRange {
                 input: (64, 192),
                 output: (16, 64),
@@ -90,6 +94,19 @@ impl Mix {
         }
     }
 
+    /// One block that differs between the groups stands early in prompts that are alike before and
+    /// behind it: engines share nothing behind it, however alike it looks.
+    #[must_use]
+    pub fn volatile() -> Self {
+        Self {
+            common_tokens: BLOCK_TOKENS,
+            groups: 64,
+            group_tokens: BLOCK_TOKENS,
+            shared_after_tokens: 1024,
+            ..Self::shared_prefix()
+        }
+    }
+
     /// Five seconds of every twenty at six times the rate of the others.
     #[must_use]
     pub fn burst() -> Self {
@@ -115,7 +132,8 @@ impl Mix {
                 1 + group,
                 self.group_tokens as usize * TOKEN_BYTES,
             );
-            common + &own
+            let after = self.shared_after_tokens as usize * TOKEN_BYTES;
+            common + &own + &passage(!text_seed, 0, after)
         };
         let groups: Vec<String> = (0..u64::from(self.groups.max(1))).map(beginning).collect();
         let users = (1..=self.users.max(1)).map(|number| SimUser::named(&format!("user-{number}")));

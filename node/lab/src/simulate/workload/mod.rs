@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use api::prompt::{BlockUnit, ChainTail, PromptIdentity, ReplyShape};
 use state::prefix::{BlockHasher, Scope, chain_bytes, matchable_blocks};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::events::Micros;
 use super::plan::BLOCK_TOKENS;
@@ -75,6 +76,8 @@ pub struct SimPrompt {
     pub tokens: u32,
     /// As the engine sees it.
     pub sequence: Sequence,
+    /// Each full block by its position and content, whatever precedes it.
+    pub positions: Arc<[u64]>,
 }
 
 /// Lengths that are drawn, both ends included.
@@ -113,7 +116,10 @@ impl SimPrompt {
         chain_bytes(&root, text, block_bytes, &mut chain);
         let matchable = matchable_blocks(text.len() as u64, scope.block_size);
         let sequence = Sequence::new(text, "", BLOCK_TOKENS, 0);
+        let blocks = (0..).zip(text.chunks_exact(block_bytes));
+        let positions = blocks.map(|(position, block)| xxh3_64_with_seed(block, position));
         Self {
+            positions: positions.collect(),
             identity: PromptIdentity {
                 root,
                 tokens: sequence.prompt_tokens(),

@@ -48,6 +48,11 @@ impl SimWorld<'_> {
                 };
                 let wasted = u64::from(asked.computed) + u64::from(asked.served_output);
                 self.tally.wasted_tokens += wasted;
+                if !asked.has_first_token {
+                    // It is charged for the prompt, and so that is what its user was served.
+                    let service = &mut self.tally.service;
+                    service.served(user, flight.uncached_tokens, 0);
+                }
                 let rest = asked.output_tokens - asked.served_output;
                 self.tally.kept(user, rest);
                 self.engines[usize::from(flight.backend.slot.0)].abort(request);

@@ -211,6 +211,7 @@ impl<'a> SimWorld<'a> {
                 prices: plan.prices,
                 charge: plan.admission.charge,
             },
+            as_written: plan.as_written,
         };
         let place = |id| ReplicaPlace::new(id, 1, state_of(&setup), plan, &run);
         let weights = workload.users.iter().map(|user| user.weight_milli);

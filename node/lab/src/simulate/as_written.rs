@@ -1,0 +1,295 @@
+//! The pseudo-code of policies' sources, decided by as it is written, to be run beside what is
+//! built. docs/adr/0007 and 0009 say where the two differ and why.
+//!
+//! Only the decision is the source's; how requests are charged, leased and counted is the product's,
+//! and so is the load that decisions see. Where a source leaves open which of several equals it
+//! takes, the request's number decides.
+
+use std::collections::{BTreeMap, HashMap};
+
+use state::ids::Slot;
+
+use super::events::Micros;
+
+/// A source's pseudo-code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AsWritten {
+    /// AIBrix's `prefix_cache_routing`: any match counts, `imbalance > 8`, and a holder is chosen
+    /// with `running < mean + 2 * stddev`.
+    PrefixCache,
+    /// The cache-aware gateway for vLLM: blocks by position and content, of which only the last is
+    /// checked; one holder, chosen with `load < average * 1.25`.
+    VllmCacheAware,
+}
+
+impl AsWritten {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::PrefixCache, Self::VllmCacheAware];
+
+    /// How `--policy` names it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::PrefixCache => "prefix-cache-as-written",
+            Self::VllmCacheAware => "vllm-cache-aware-as-written",
+        }
+    }
+
+    /// The one of this name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|one| one.name() == name)
+    }
+}
+
+/// A backend that a request may go to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WrittenCandidate {
+    /// Its slot.
+    pub slot: Slot,
+    /// Leading blocks of the prompt that the product believes it to hold.
+    pub matched: u32,
+    /// Requests under way there.
+    pub running: u32,
+}
+
+/// What one router of a source remembers.
+#[derive(Debug)]
+pub struct WrittenRouter {
+    policy: AsWritten,
+    tracker: BlockCacheTracker,
+}
+
+impl WrittenRouter {
+    /// One that remembers nothing.
+    #[must_use]
+    pub fn new(policy: AsWritten) -> Self {
+        Self {
+            policy,
+            tracker: BlockCacheTracker::default(),
+        }
+    }
+
+    /// Chooses a backend for the `number`th request, whose blocks are named by `positions`.
+    ///
+    /// # Panics
+    /// Without candidates.
+    pub fn choose(
+        &mut self,
+        candidates: &[WrittenCandidate],
+        positions: &[u64],
+        number: usize,
+        now: Micros,
+    ) -> Slot {
+        match self.policy {
+            AsWritten::PrefixCache => prefix_cache(candidates, number),
+            AsWritten::VllmCacheAware => {
+                self.tracker.evict_when_due(now);
+                select_worker(candidates, &mut self.tracker, positions, number)
+            }
+        }
+    }
+
+    /// A request went there.
+    pub fn dispatched(&mut self, positions: &[u64], slot: Slot) {
+        if self.policy == AsWritten::VllmCacheAware {
+            self.tracker.record_request(positions, slot);
+        }
+    }
+}
+
+/// One of the candidates with the fewest requests.
+fn least_running(candidates: &[WrittenCandidate], number: usize) -> Slot {
+    let fewest = candidates.iter().map(|it| it.running).min();
+    let idle = candidates.iter().filter(|it| Some(it.running) == fewest);
+    let idle: Vec<Slot> = idle.map(|it| it.slot).collect();
+    idle[spread(number) % idle.len()]
+}
+
+/// Spreads the numbers of requests.
+fn spread(number: usize) -> usize {
+    number.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 33
+}
+
+/// `prefix_cache_routing`.
+fn prefix_cache(pods: &[WrittenCandidate], number: usize) -> Slot {
+    let running = || pods.iter().map(|pod| pod.running);
+    let (fewest, most) = (running().min(), running().max());
+    if most
+        .zip(fewest)
+        .is_some_and(|(most, fewest)| most - fewest > 8)
+    {
+        return least_running(pods, number);
+    }
+    let count = pods.len() as f64;
+    let mean = running().map(f64::from).sum::<f64>() / count;
+    let variance = running()
+        .map(|it| (f64::from(it) - mean).powi(2))
+        .sum::<f64>()
+        / count;
+    let limit = mean + 2.0 * variance.sqrt();
+    let mut matched: Vec<_> = pods.iter().filter(|pod| pod.matched > 0).collect();
+    matched.sort_by_key(|pod| (u32::MAX - pod.matched, pod.running));
+    let selected = matched.iter().find(|pod| f64::from(pod.running) < limit);
+    selected.map_or_else(|| least_running(pods, number), |pod| pod.slot)
+}
+
+/// `select_worker`.
+fn select_worker(
+    workers: &[WrittenCandidate],
+    tracker: &mut BlockCacheTracker,
+    positions: &[u64],
+    number: usize,
+) -> Slot {
+    let total: f64 = workers.iter().map(|it| f64::from(it.running)).sum();
+    let average = total / workers.len() as f64;
+    let best = tracker.find_best_backend(positions, number);
+    let chosen = best.and_then(|(slot, matched)| {
+        let worker = workers.iter().find(|worker| worker.slot == slot)?;
+        let hit_ratio = matched as f64 / positions.len() as f64;
+        let is_light = f64::from(worker.running) < average * 1.25;
+        (hit_ratio > 0.3 && is_light).then_some(slot)
+    });
+    chosen.unwrap_or_else(|| least_running(workers, number))
+}
+
+/// `max_blocks_per_backend`.
+const BLOCKS_MAX: usize = 100_000;
+/// `eviction_interval_secs`.
+const EVICTION_INTERVAL: Micros = 60_000_000;
+
+/// The gateway's `BlockCacheTracker`: by a block's position and content, who had it, and when.
+#[derive(Debug, Default)]
+struct BlockCacheTracker {
+    blocks: HashMap<u64, BTreeMap<Slot, u64>>,
+    block_count: BTreeMap<Slot, usize>,
+    epoch: u64,
+    evicted_at: Micros,
+}
+
+impl BlockCacheTracker {
+    fn record_request(&mut self, hashes: &[u64], backend: Slot) {
+        self.epoch += 1;
+        for hash in hashes {
+            let owners = self.blocks.entry(*hash).or_default();
+            if owners.insert(backend, self.epoch).is_none() {
+                *self.block_count.entry(backend).or_default() += 1;
+            }
+        }
+    }
+
+    /// The backend with the longest match, and its length. Its blocks count as used, whether it is
+    /// chosen or not.
+    fn find_best_backend(&mut self, hashes: &[u64], number: usize) -> Option<(Slot, usize)> {
+        let holders = self.blocks.get(hashes.first()?)?;
+        let matches: Vec<(Slot, usize)> = holders
+            .keys()
+            .map(|slot| (*slot, self.matched(hashes, *slot)))
+            .collect();
+        let longest = matches.iter().map(|(_, matched)| *matched).max()?;
+        // The source's map has no order: whichever comes first.
+        let best: Vec<Slot> = matches
+            .into_iter()
+            .filter(|(_, matched)| *matched == longest && longest > 0)
+            .map(|(slot, _)| slot)
+            .collect();
+        let best = *best.get(spread(number) % best.len().max(1))?;
+        self.epoch += 1;
+        for hash in &hashes[..longest] {
+            if let Some(used) = self.blocks.get_mut(hash).and_then(|it| it.get_mut(&best)) {
+                *used = self.epoch;
+            }
+        }
+        Some((best, longest))
+    }
+
+    /// `binary_search_backend_match`: only the last block of a prefix is looked at.
+    fn matched(&self, hashes: &[u64], backend: Slot) -> usize {
+        let (mut low, mut high) = (0, hashes.len());
+        while low < high {
+            let middle = low + (high - low).div_ceil(2);
+            let holders = self.blocks.get(&hashes[middle - 1]);
+            if holders.is_some_and(|holders| holders.contains_key(&backend)) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+        low
+    }
+
+    fn evict_when_due(&mut self, now: Micros) {
+        if now < self.evicted_at + EVICTION_INTERVAL {
+            return;
+        }
+        self.evicted_at = now;
+        let full = self.block_count.iter().filter(|it| *it.1 > BLOCKS_MAX);
+        let full: Vec<(Slot, usize)> = full.map(|(slot, count)| (*slot, *count)).collect();
+        for (slot, count) in full {
+            let owned = self.blocks.iter();
+            let owned = owned.filter_map(|(hash, owners)| Some((*owners.get(&slot)?, *hash)));
+            let mut owned: Vec<(u64, u64)> = owned.collect();
+            owned.sort_unstable();
+            for (_, hash) in owned.into_iter().take(count - BLOCKS_MAX) {
+                if let Some(owners) = self.blocks.get_mut(&hash) {
+                    owners.remove(&slot);
+                    if owners.is_empty() {
+                        self.blocks.remove(&hash);
+                    }
+                }
+            }
+            self.block_count.insert(slot, BLOCKS_MAX);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fleet(backends: &[(u16, u32, u32)]) -> Vec<WrittenCandidate> {
+        let candidate = |&(slot, matched, running): &(u16, u32, u32)| WrittenCandidate {
+            slot: Slot(slot),
+            matched,
+            running,
+        };
+        backends.iter().map(candidate).collect()
+    }
+
+    #[test]
+    fn any_match_wins_and_an_even_load_turns_every_holder_away() {
+        assert_eq!(prefix_cache(&fleet(&[(1, 1, 2), (2, 0, 1)]), 0), Slot(1));
+        // `running < mean + 2 * 0`.
+        let even = fleet(&[(1, 9, 4), (2, 0, 4)]);
+        let chosen: Vec<Slot> = (0..20).map(|number| prefix_cache(&even, number)).collect();
+        assert!(chosen.contains(&Slot(2)), "{chosen:?}");
+        assert_eq!(prefix_cache(&fleet(&[(1, 9, 9), (2, 0, 0)]), 0), Slot(2));
+    }
+
+    #[test]
+    fn positions_match_what_follows_another_beginning() {
+        // Block 1 differs, the blocks after it are the same.
+        let asked = |differing| [1, differing, 3, 4, 5, 6, 7, 8];
+        let mut tracker = BlockCacheTracker::default();
+        tracker.record_request(&asked(20), Slot(0));
+        tracker.record_request(&asked(21), Slot(1));
+        assert_eq!(tracker.matched(&asked(22), Slot(0)), 8);
+        assert_eq!(tracker.matched(&[1, 20, 3, 4, 0, 0, 0, 0], Slot(0)), 4);
+        assert_eq!(
+            tracker.find_best_backend(&[2, 20], 0),
+            None,
+            "block 0 is looked for"
+        );
+    }
+
+    #[test]
+    fn blocks_are_dropped_once_a_minute() {
+        let mut tracker = BlockCacheTracker::default();
+        let blocks: Vec<u64> = (0..BLOCKS_MAX as u64 + 7).collect();
+        tracker.record_request(&blocks, Slot(0));
+        tracker.evict_when_due(EVICTION_INTERVAL - 1);
+        assert_eq!(tracker.blocks.len(), blocks.len());
+        tracker.evict_when_due(EVICTION_INTERVAL);
+        assert_eq!(tracker.blocks.len(), BLOCKS_MAX);
+    }
+}

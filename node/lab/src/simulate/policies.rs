@@ -1,0 +1,110 @@
+//! What `--policy` takes: a policy, its settings, or a source's pseudo-code as it is written.
+
+use serde_json::{Map, Value};
+use state::policy::{POLICY_NAMES, PolicyConfig};
+
+use super::as_written::AsWritten;
+
+/// A policy to be run, under the name that it was asked for by.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SimPolicy {
+    /// As it was written.
+    pub label: String,
+    /// The product's policy. Beside a decision as written, it only says when matches renew blocks.
+    pub config: PolicyConfig,
+    /// What decides in its place.
+    pub as_written: Option<AsWritten>,
+}
+
+impl SimPolicy {
+    /// Reads `NAME[:KEY=VALUE]...`.
+    ///
+    /// # Errors
+    /// What was expected.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let (name, settings) = text.split_once(':').unwrap_or((text, ""));
+        if let Some(as_written) = AsWritten::named(name) {
+            if !settings.is_empty() {
+                return Err(format!("{name} has no settings"));
+            }
+            return Ok(Self {
+                label: text.to_owned(),
+                config: PolicyConfig::LeastRequest,
+                as_written: Some(as_written),
+            });
+        }
+        if !POLICY_NAMES.contains(&name) {
+            let written = AsWritten::ALL.map(AsWritten::name).join(", ");
+            let names = POLICY_NAMES.join(", ");
+            return Err(format!(
+                "expected one of {names}, with settings as NAME:KEY=VALUE:KEY=VALUE; or {written}"
+            ));
+        }
+        let mut table = Map::from_iter([("policy".to_owned(), name.into())]);
+        for setting in settings.split(':').filter(|setting| !setting.is_empty()) {
+            let (key, value) = setting
+                .split_once('=')
+                .ok_or_else(|| format!("{setting}: expected KEY=VALUE"))?;
+            // Numbers and truth values are JSON; everything else is a word.
+            let value = serde_json::from_str(value).unwrap_or_else(|_| value.into());
+            table.insert(key.to_owned(), value);
+        }
+        let config: PolicyConfig =
+            serde_json::from_value(Value::Object(table)).map_err(|error| error.to_string())?;
+        config.validate().map_err(|error| error.to_string())?;
+        Ok(Self {
+            label: text.to_owned(),
+            config,
+            as_written: None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use state::policy::{BlockNaming, PrefixCacheSettings, VllmCacheAwareSettings};
+
+    use super::*;
+
+    #[test]
+    fn a_policy_is_read_with_its_settings() {
+        let plain = SimPolicy::parse("prefix-cache").unwrap();
+        let defaults = PolicyConfig::PrefixCache(PrefixCacheSettings::default());
+        assert_eq!((plain.config, plain.as_written), (defaults, None));
+        let set = SimPolicy::parse("prefix-cache:imbalance_abs_count=8:min_match_blocks=1");
+        let set = set.unwrap();
+        assert_eq!(
+            set.label,
+            "prefix-cache:imbalance_abs_count=8:min_match_blocks=1"
+        );
+        let expected = PrefixCacheSettings {
+            imbalance_abs_count: 8,
+            min_match_blocks: 1,
+            ..PrefixCacheSettings::default()
+        };
+        assert_eq!(set.config, PolicyConfig::PrefixCache(expected));
+        let word = SimPolicy::parse("vllm-cache-aware:hashing=position").unwrap();
+        let expected = VllmCacheAwareSettings {
+            hashing: BlockNaming::Position,
+            ..VllmCacheAwareSettings::default()
+        };
+        assert_eq!(word.config, PolicyConfig::VllmCacheAware(expected));
+        let written = SimPolicy::parse("prefix-cache-as-written").unwrap();
+        assert_eq!(written.as_written, Some(AsWritten::PrefixCache));
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_told() {
+        for (text, part) in [
+            ("nonsense", "expected one of cost, "),
+            ("cost:near_permille", "near_permille: expected KEY=VALUE"),
+            ("cost:nonsense=1", "nonsense"),
+            ("cost:near_permille=2000", "near_permille"),
+            ("random:a=1", "unknown field `a`"),
+            ("prefix-cache-as-written:a=1", "has no settings"),
+        ] {
+            let fault = SimPolicy::parse(text).unwrap_err();
+            assert!(fault.contains(part), "{text}: {fault}");
+        }
+    }
+}
