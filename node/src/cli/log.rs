@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
+use api::settings::UserLimitsForm;
 use clap::Subcommand;
 use lab::terminal::{self, table};
 use serde_json::{Value, json};

@@ -144,7 +144,7 @@ async fn every_dialect_tells_its_usage_whole_and_as_a_stream() {
         assert_eq!(whole, streamed, "{path}");
         assert_eq!(whole.len(), 12, "{path}: three words");
         assert_eq!((first[0], first[1]), (second[0], 0), "{path}");
-        assert!(second[1] >= 96, "{path}: the prompt is cached: {second:?}");
+        assert!(second[1] >= 64, "{path}: the prompt is cached: {second:?}");
     }
     for replica in replicas {
         replica.leave().await;
@@ -184,12 +184,12 @@ async fn embeddings_are_computed_cached_and_alike() {
     assert_eq!(both["data"][1]["index"], 1);
     assert_eq!(both["data"][1]["embedding"].as_array().unwrap().len(), 2);
     let cached = &both["usage"]["prompt_tokens_details"]["cached_tokens"];
-    assert!(cached.as_u64().unwrap() >= 96, "{both}");
+    assert!(cached.as_u64().unwrap() >= 64, "{both}");
     let encoded = ask(json!({ "input": SYSTEM, "encoding_format": "base64" })).await;
     let text = encoded.2["data"][0]["embedding"].as_str().unwrap().len();
     assert_eq!(text, (64 * 4_usize).div_ceil(3) * 4);
     for (fields, part) in [
-        (json!({ "input": [] }), "1 to 2048 prompts"),
+        (json!({ "input": [] }), "cannot be empty"),
         (json!({ "input": "x", "dimensions": 0 }), "at least 1"),
     ] {
         let (status, _, refused) = ask(fields).await;

@@ -29,11 +29,11 @@ async fn replica(
     dir: &TempDir,
     set: impl FnOnce(&mut Config),
 ) -> Replica {
-    let any = Parsed("127.0.0.1:0".parse().unwrap());
+    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
     let listen = ListenConfig {
-        data: any,
-        admin: any,
-        peer: any,
+        data: Parsed(any),
+        admin: Parsed(any),
+        peer: Parsed(any),
         advertise: None,
     };
     let sockets = BoundSockets::bind(&listen).unwrap();

@@ -85,6 +85,7 @@ fn a_conversation_finds_the_answer_it_continues() {
         sequence: first.clone(),
         max_tokens: 15,
         ending: Finish::Stop,
+        adapter: None,
     });
     run_to_end(&mut scheduler);
     for _ in 0..15 {
@@ -191,4 +192,45 @@ proptest! {
         let stats = scheduler.stats();
         prop_assert_eq!((stats.running, stats.waiting, stats.used_blocks), (0, 0, 0));
     }
+}
+
+#[test]
+fn an_adapter_is_loaded_once_and_waits_for_a_place() {
+    let lora = crate::engine::LoraOptions {
+        max_loras: 1,
+        load: Duration::from_millis(100),
+        ..Default::default()
+    };
+    let mut scheduler = Scheduler::new(SHAPE).with_lora(&lora);
+    for (own, adapter) in [(1, "a"), (2, "b"), (3, "a")] {
+        scheduler.submit(ComputeJob {
+            adapter: Some(adapter.into()),
+            ..job(8, 0, own, 2)
+        });
+    }
+    // The second has no place; the third passes it.
+    assert_eq!(scheduler.begin_step(), Some(Duration::from_millis(116)));
+    let (running, waiting) = scheduler.adapters();
+    assert_eq!((running.count(), waiting.count()), (2, 1));
+    scheduler.finish_step();
+    let (time, _) = run_to_end(&mut scheduler);
+    // Decoding of two, then the second is loaded, computed and decoded.
+    assert_eq!(time, Duration::from_millis(66 + 108 + 65));
+    assert_eq!(scheduler.stats().adapter_loads, 2);
+}
+
+#[test]
+fn a_prompt_can_be_computed_without_an_answer() {
+    let mut scheduler = Scheduler::new(SHAPE);
+    let id = scheduler.submit(job(8, 8, 1, 0));
+    let (time, progress) = run_to_end(&mut scheduler);
+    assert_eq!(time, Duration::from_millis(8));
+    let done = RequestProgress {
+        id,
+        output_tokens: 0,
+        cached_tokens: 0,
+        finish: Some(Finish::Length),
+    };
+    assert_eq!(progress, [done]);
+    assert_eq!(scheduler.stats().generation_tokens, 0);
 }
