@@ -25,7 +25,7 @@ impl AdapterCandidate {
 /// Returns the place that candidates must have, with a queue up to `threshold`; `None`: any will
 /// do.
 pub(super) fn preferred(
-    candidates: impl Iterator<Item = AdapterCandidate> + Clone,
+    candidates: &(impl Iterator<Item = AdapterCandidate> + Clone),
     threshold: u32,
 ) -> Option<AdapterPlace> {
     let is_any = |place| {
@@ -51,7 +51,7 @@ mod tests {
         let candidates = candidates
             .iter()
             .map(|&(place, queue)| AdapterCandidate { place, queue });
-        let wanted = preferred(candidates.clone(), THRESHOLD);
+        let wanted = preferred(&candidates, THRESHOLD);
         let stays = |it: &AdapterCandidate| wanted.is_none_or(|place| it.is(place, THRESHOLD));
         let kept = candidates.enumerate().filter(|(_, it)| stays(it));
         kept.map(|(at, _)| at).collect()

@@ -298,7 +298,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             place: backends.adapter_place(candidate.slot, ask.model),
             queue: candidate.waiting.saturating_add(ask.waiting_here),
         };
-        let Some(wanted) = preferred(self.scratch.candidates.iter().map(seen), threshold) else {
+        let Some(wanted) = preferred(&self.scratch.candidates.iter().map(seen), threshold) else {
             return;
         };
         self.retain(FilterVerdict::NotResident, |candidate, _| {
