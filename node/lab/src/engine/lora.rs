@@ -56,7 +56,7 @@ impl LoraSlots {
     pub(super) fn admit<'a>(
         &mut self,
         adapter: &Arc<str>,
-        running: impl Iterator<Item = &'a Arc<str>> + Clone,
+        running: &(impl Iterator<Item = &'a Arc<str>> + Clone),
     ) -> Option<Duration> {
         if let Some(at) = self.resident.iter().position(|it| it == adapter) {
             let known = self.resident.remove(at);
@@ -130,13 +130,13 @@ mod tests {
         let [a, b, c, d] = [&names[0], &names[1], &names[2], &names[3]];
         let mut slots = LoraSlots::new(2, LOAD);
         let none: [&Arc<str>; 0] = [];
-        assert_eq!(slots.admit(a, none.into_iter()), Some(LOAD));
-        assert_eq!(slots.admit(b, none.into_iter()), Some(LOAD));
-        assert_eq!(slots.admit(a, none.into_iter()), Some(Duration::ZERO));
-        assert_eq!(slots.admit(c, none.into_iter()), Some(LOAD), "b goes");
-        assert_eq!(slots.admit(a, none.into_iter()), Some(Duration::ZERO));
-        assert_eq!(slots.admit(b, [c].into_iter()), Some(LOAD), "a goes");
-        assert_eq!(slots.admit(d, [c, b].into_iter()), None);
+        assert_eq!(slots.admit(a, &none.into_iter()), Some(LOAD));
+        assert_eq!(slots.admit(b, &none.into_iter()), Some(LOAD));
+        assert_eq!(slots.admit(a, &none.into_iter()), Some(Duration::ZERO));
+        assert_eq!(slots.admit(c, &none.into_iter()), Some(LOAD), "b goes");
+        assert_eq!(slots.admit(a, &none.into_iter()), Some(Duration::ZERO));
+        assert_eq!(slots.admit(b, &[c].into_iter()), Some(LOAD), "a goes");
+        assert_eq!(slots.admit(d, &[c, b].into_iter()), None);
     }
 
     #[test]

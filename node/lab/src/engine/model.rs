@@ -419,7 +419,7 @@ impl Scheduler {
         let Some(wanted) = adapter(&id) else {
             return Some(Duration::ZERO);
         };
-        let loading = self.lora.admit(wanted, running.iter().filter_map(adapter));
+        let loading = self.lora.admit(wanted, &running.iter().filter_map(adapter));
         let is_load = loading.is_some_and(|loading| !loading.is_zero());
         self.stats.adapter_loads += u64::from(is_load);
         loading

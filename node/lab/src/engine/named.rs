@@ -39,7 +39,7 @@ impl NamedDialect {
         match self {
             Self::Responses => {
                 let begun = response(header, Latest::default(), "in_progress");
-                let mut item = output_item(header, String::new(), "in_progress");
+                let mut item = output_item(header, "", "in_progress");
                 item["content"] = json!([]);
                 vec![
                     json!({ "type": "response.created", "response": begun }),
@@ -47,7 +47,7 @@ impl NamedDialect {
                     json!({ "type": "response.output_item.added", "output_index": 0, "item": item }),
                     json!({
                         "type": "response.content_part.added", "item_id": item_id(header),
-                        "output_index": 0, "content_index": 0, "part": part(String::new()),
+                        "output_index": 0, "content_index": 0, "part": part(""),
                     }),
                 ]
             }
@@ -73,10 +73,7 @@ impl NamedDialect {
         match self {
             Self::Responses => {
                 let text = words(header.voice, 0, end.output_tokens);
-                let (id, item) = (
-                    item_id(header),
-                    output_item(header, text.clone(), "completed"),
-                );
+                let (id, item) = (item_id(header), output_item(header, &text, "completed"));
                 vec![
                     json!({
                         "type": "response.output_text.done", "item_id": id, "output_index": 0,
@@ -84,7 +81,7 @@ impl NamedDialect {
                     }),
                     json!({
                         "type": "response.content_part.done", "item_id": id, "output_index": 0,
-                        "content_index": 0, "part": part(text),
+                        "content_index": 0, "part": part(&text),
                     }),
                     json!({ "type": "response.output_item.done", "output_index": 0, "item": item }),
                     json!({
@@ -128,7 +125,7 @@ fn response(header: &AnswerHeader, latest: Latest, status: &str) -> Value {
     let output = match latest.finish {
         Some(_) => {
             let text = words(header.voice, 0, latest.output_tokens);
-            json!([output_item(header, text, "completed")])
+            json!([output_item(header, &text, "completed")])
         }
         None => json!([]),
     };
@@ -156,14 +153,14 @@ fn item_id(header: &AnswerHeader) -> String {
     format!("{}-item", header.id)
 }
 
-fn output_item(header: &AnswerHeader, text: String, status: &str) -> Value {
+fn output_item(header: &AnswerHeader, text: &str, status: &str) -> Value {
     json!({
         "id": item_id(header), "type": "message", "role": "assistant", "status": status,
         "content": [part(text)],
     })
 }
 
-fn part(text: String) -> Value {
+fn part(text: &str) -> Value {
     json!({ "type": "output_text", "text": text, "annotations": [], "logprobs": null })
 }
 
