@@ -57,6 +57,33 @@ fn a_faulty_config_exits_2_and_tells_all_on_stderr() {
 }
 
 #[test]
+fn a_backend_of_the_command_line_is_checked_as_one_of_the_file() {
+    let output = quorate(&["serve", "--backend", "https://127.0.0.1:1"]);
+    let told = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{told}");
+    let words: Vec<_> = told.split_whitespace().collect();
+    let told = words.join(" ");
+    assert!(told.contains("https is not supported yet"), "{told}");
+}
+
+#[test]
+fn the_keys_of_engines_are_never_printed() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let (key, file) = (dir.path().join("key"), dir.path().join("n.toml"));
+    std::fs::write(&key, "sk-of-engine\n").unwrap();
+    let config = format!(
+        "node.id = 1\n[[backends]]\nid = \"a\"\nurl = \"http://a:1\"\napi_key_file = {key:?}\n"
+    );
+    std::fs::write(&file, config).unwrap();
+    for command in ["check", "print"] {
+        let output = quorate(&["config", command, "--config", file.to_str().unwrap()]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let told = format!("{}{}", text(&output.stdout), text(&output.stderr));
+        assert!(!told.contains("sk-of-engine"), "{told}");
+    }
+}
+
+#[test]
 fn bad_usage_exits_2() {
     for args in [
         &[][..],

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use super::answer::{Json, ListQuery, PathName, QueryParams, ReadQuery, at_level, json, submit};
 use super::problem::{invalid, not_found};
 use super::{Admin, AdminState};
-use crate::backends::{CircuitView, EngineMetrics, ProbeRecord};
+use crate::backends::{CircuitView, EngineMetrics, EngineUrl, EngineUrlError, ProbeRecord};
 use crate::error::Problem;
 use crate::kv_events::board::BackendStreams;
 use crate::kv_events::endpoint;
@@ -303,9 +303,15 @@ pub(super) async fn put(
             format!("{other:?}, expected {id:?} as in the path"),
         ));
     }
+    let url = match EngineUrl::parse(&body.url) {
+        Ok(url) => url.as_str().to_owned(),
+        Err(why @ EngineUrlError::Https) => return Err(invalid("url", why.to_string())),
+        // The cluster says what is wrong with it.
+        Err(EngineUrlError::Malformed) => body.url,
+    };
     let spec = BackendSpec {
         id,
-        url: body.url,
+        url,
         models: body.models.unwrap_or_else(|| vec!["*".to_owned()]),
         labels: body.labels,
         capacity_blocks: body.capacity_blocks,

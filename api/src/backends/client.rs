@@ -6,16 +6,17 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::header::{ACCEPT, AUTHORIZATION, HOST, USER_AGENT};
-use http::{HeaderValue, Request, StatusCode, Uri};
+use http::{HeaderValue, Request, StatusCode};
 use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
+use tokio::time::Instant;
 
+use super::NAME_HOLDS_FOR;
 use super::local::is_local;
-
-const HTTP_PORT: u16 = 80;
+use super::url::{EngineUrl, EngineUrlError};
 
 /// A complete answer.
 #[derive(Debug)]
@@ -27,8 +28,8 @@ pub(crate) struct ProbeResponse {
 /// Reason why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ProbeError {
-    #[error("{0:?} is not http://host:port")]
-    Url(String),
+    #[error("{0:?}: {1}")]
+    Url(String, EngineUrlError),
     #[error("{0:?} is not a path")]
     Path(String),
     #[error("connect: {0}")]
@@ -50,8 +51,7 @@ impl ProbeError {
 
 /// A client of one backend. Dropping it closes its connection.
 pub(crate) struct ProbeClient {
-    /// Address to connect to, `host:port`.
-    address: String,
+    url: EngineUrl,
     host: HeaderValue,
     authorization: Option<HeaderValue>,
     timeout: Duration,
@@ -60,6 +60,7 @@ pub(crate) struct ProbeClient {
 
 struct ProbeConnection {
     sender: SendRequest<Empty<Bytes>>,
+    opened_at: Instant,
     driver: AbortHandle,
 }
 
@@ -70,28 +71,19 @@ impl Drop for ProbeConnection {
 }
 
 impl ProbeClient {
-    /// Creates a client of the engine at `url` (`http://host:port`). Every call takes at most
+    /// Creates a client of the engine at `url`. Every call takes at most
     /// `timeout`.
     pub(crate) fn new(
         url: &str,
         authorization: Option<HeaderValue>,
         timeout: Duration,
     ) -> Result<Self, ProbeError> {
-        let bad = || ProbeError::Url(url.to_owned());
-        let uri: Uri = url.parse().map_err(|_| bad())?;
-        let authority = uri.authority().ok_or_else(bad)?;
-        if uri.scheme_str() != Some("http") || authority.host().is_empty() {
-            return Err(bad());
-        }
-        let port = authority.port_u16().unwrap_or(HTTP_PORT);
-        let address = format!("{}:{port}", authority.host());
-        let host = match port {
-            HTTP_PORT => authority.host(),
-            _ => address.as_str(),
-        };
+        let bad = |why| ProbeError::Url(url.to_owned(), why);
+        let url = EngineUrl::parse(url).map_err(bad)?;
+        let host = url.host_header();
         Ok(Self {
-            host: HeaderValue::from_str(host).map_err(|_| bad())?,
-            address,
+            host: host.ok_or_else(|| bad(EngineUrlError::Malformed))?,
+            url,
             authorization,
             timeout,
             connection: None,
@@ -123,7 +115,7 @@ impl ProbeClient {
         path: &str,
         body_bytes_max: usize,
     ) -> Result<(ProbeResponse, ProbeConnection), ProbeError> {
-        if let Some(mut connection) = kept.filter(|kept| !kept.sender.is_closed()) {
+        if let Some(mut connection) = kept.filter(|kept| self.is_usable(kept)) {
             match self.ask(&mut connection, path, body_bytes_max).await {
                 Ok(answer) => return Ok((answer, connection)),
                 // Engines close idle connections at will, so only a new connection is conclusive.
@@ -136,8 +128,14 @@ impl ProbeClient {
         Ok((answer, connection))
     }
 
+    /// Whether a connection is open, and the engine's name need not be looked up again.
+    fn is_usable(&self, kept: &ProbeConnection) -> bool {
+        let leads_here = !self.url.is_name() || kept.opened_at.elapsed() < NAME_HOLDS_FOR;
+        leads_here && !kept.sender.is_closed()
+    }
+
     async fn connect(&self) -> Result<ProbeConnection, ProbeError> {
-        let stream = TcpStream::connect(&self.address)
+        let stream = TcpStream::connect(self.url.address())
             .await
             .map_err(ProbeError::Connect)?;
         let (sender, driver) = http1::handshake(TokioIo::new(stream))
@@ -148,7 +146,11 @@ impl ProbeClient {
             drop(driver.await);
         })
         .abort_handle();
-        Ok(ProbeConnection { sender, driver })
+        Ok(ProbeConnection {
+            sender,
+            opened_at: Instant::now(),
+            driver,
+        })
     }
 
     async fn ask(
@@ -184,9 +186,9 @@ impl ProbeClient {
 
     fn request(&self, path: &str) -> Result<Request<Empty<Bytes>>, ProbeError> {
         let mut request = Request::new(Empty::new());
-        *request.uri_mut() = path
-            .parse()
-            .map_err(|_| ProbeError::Path(path.to_owned()))?;
+        let target = path.parse();
+        let target = target.map_err(|_| ProbeError::Path(path.to_owned()))?;
+        *request.uri_mut() = self.url.locate(target);
         let headers = request.headers_mut();
         headers.insert(HOST, self.host.clone());
         headers.insert(ACCEPT, HeaderValue::from_static("*/*"));

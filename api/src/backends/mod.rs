@@ -24,6 +24,7 @@ pub mod pool;
 mod probe;
 mod roster;
 pub mod text;
+mod url;
 
 #[cfg(test)]
 mod tests;
@@ -47,6 +48,7 @@ pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::EngineKeys;
 pub use roster::{Occupancy, SlotTable};
+pub use url::{EngineUrl, EngineUrlError};
 
 pub(crate) use panic::named_models;
 
@@ -107,6 +109,9 @@ impl Default for ProbeSettings {
         }
     }
 }
+
+/// How long a connection to a name is used: afterwards the name is looked up again.
+const NAME_HOLDS_FOR: Duration = Duration::from_secs(30);
 
 /// How long a backend that stopped answering probes and requests at the same time keeps getting
 /// requests while probes are doubted.

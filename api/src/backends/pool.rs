@@ -27,7 +27,9 @@ use state::ids::BackendRef;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 
+use super::NAME_HOLDS_FOR;
 use super::local::is_local;
+use super::url::{EngineUrl, EngineUrlError};
 
 /// Maximum length of a response head, in bytes; hyper reads bodies through the same buffer.
 const HEAD_BYTES_MAX: usize = 64 * 1024;
@@ -45,6 +47,9 @@ pub struct PoolSettings {
     pub idle_timeout: Duration,
     /// Maximum number of idle connections per backend.
     pub idle_per_backend_max: usize,
+    /// How long a connection to an engine that is known by a name is used: afterwards the name is
+    /// looked up again, as it may have moved.
+    pub name_holds_for: Duration,
     /// Interval of TCP keep-alive probes. An engine that vanished silently is noticed after about
     /// ten of them.
     pub keep_alive: Duration,
@@ -56,6 +61,7 @@ impl Default for PoolSettings {
             connect_timeout: Duration::from_secs(2),
             idle_timeout: Duration::from_secs(4),
             idle_per_backend_max: 256,
+            name_holds_for: NAME_HOLDS_FOR,
             keep_alive: Duration::from_secs(20),
         }
     }
@@ -88,9 +94,9 @@ pub(crate) fn prepare(stream: &TcpStream, keep_alive: Duration) -> io::Result<()
 /// Reason why an engine gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum SendError {
-    /// The backend's URL is not `http://host:port`.
-    #[error("backend url {0:?} is not http://host:port")]
-    Url(String),
+    /// The backend's URL cannot be used.
+    #[error("backend url {0:?}: {1}")]
+    Url(String, EngineUrlError),
     /// No connection, so nothing reached the engine.
     #[error("connect: {0}")]
     Connect(#[source] io::Error),
@@ -178,8 +184,7 @@ pub struct Pool {
 /// One engine's address and its idle connections.
 pub struct EngineEndpoint {
     handle: BackendRef,
-    /// Address, `host:port`.
-    address: String,
+    url: EngineUrl,
     host: HeaderValue,
     settings: PoolSettings,
     counters: PoolCounters,
@@ -233,22 +238,13 @@ impl Pool {
     }
 
     fn build(&self, handle: BackendRef, url: &str) -> Result<EngineEndpoint, SendError> {
-        let bad_url = || SendError::Url(url.to_owned());
-        let uri: http::Uri = url.parse().map_err(|_| bad_url())?;
-        let authority = uri.authority().ok_or_else(bad_url)?;
-        if uri.scheme_str() != Some("http") {
-            return Err(bad_url());
-        }
-        let address = format!(
-            "{}:{}",
-            authority.host(),
-            authority.port_u16().unwrap_or(80)
-        );
-        let host = HeaderValue::from_str(authority.as_str()).map_err(|_| bad_url())?;
+        let bad_url = |why| SendError::Url(url.to_owned(), why);
+        let url = EngineUrl::parse(url).map_err(bad_url)?;
+        let host = url.host_header();
         Ok(EngineEndpoint {
             handle,
-            address,
-            host,
+            host: host.ok_or_else(|| bad_url(EngineUrlError::Malformed))?,
+            url,
             settings: self.settings,
             counters: self.counters.clone(),
             idle: Mutex::default(),
@@ -294,7 +290,8 @@ impl EngineEndpoint {
         self.idle().len()
     }
 
-    /// Sends the request made by `build` and waits for the head of its answer.
+    /// Sends the request made by `build` and waits for the head of its answer. Its path goes below
+    /// that of the engine's URL.
     ///
     /// `build` is called once a connection is available. A reused connection may turn out to be
     /// closed before any of the request is sent; then, and only then, the request is sent over a
@@ -307,6 +304,12 @@ impl EngineEndpoint {
         self: &Arc<Self>,
         build: &(impl Fn() -> Request<Segments> + Sync),
     ) -> Result<Response<EngineBody>, SendError> {
+        let build = || {
+            let mut request = build();
+            let target = std::mem::take(request.uri_mut());
+            *request.uri_mut() = self.url.locate(target);
+            request
+        };
         if let Some(link) = self.take_idle() {
             self.counters.reused.inc();
             match self.exchange(link, build()).await {
@@ -322,7 +325,7 @@ impl EngineEndpoint {
     }
 
     async fn connect(&self) -> Result<Box<PooledConnection>, SendError> {
-        let connect = TcpStream::connect(self.address.as_str());
+        let connect = TcpStream::connect(self.url.address());
         let stream = tokio::time::timeout(self.settings.connect_timeout, connect)
             .await
             .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
@@ -335,12 +338,13 @@ impl EngineEndpoint {
             .handshake(TokioIo::new(stream))
             .await
             .map_err(SendError::Broke)?;
-        let idle_since = Instant::now();
+        let now = Instant::now();
         Ok(Box::new(PooledConnection {
             sender,
             connection,
             is_over: false,
-            idle_since,
+            opened_at: now,
+            idle_since: now,
         }))
     }
 
@@ -394,14 +398,20 @@ impl EngineEndpoint {
         loop {
             // The newest one is the least likely to have been closed.
             let mut link = self.idle().pop()?;
-            if link.idle_since.elapsed() < self.settings.idle_timeout && link.is_reusable() {
+            let is_fresh = link.idle_since.elapsed() < self.settings.idle_timeout;
+            if is_fresh && self.leads_here(&link) && link.is_reusable() {
                 return Some(link);
             }
         }
     }
 
+    /// Whether the engine's name need not be looked up again.
+    fn leads_here(&self, link: &PooledConnection) -> bool {
+        !self.url.is_name() || link.opened_at.elapsed() < self.settings.name_holds_for
+    }
+
     fn give_back(&self, mut link: Box<PooledConnection>) {
-        if link.is_reusable() {
+        if self.leads_here(&link) && link.is_reusable() {
             link.idle_since = Instant::now();
             let mut idle = self.idle();
             if idle.len() < self.settings.idle_per_backend_max {
@@ -432,6 +442,7 @@ struct PooledConnection {
     connection: http1::Connection<TokioIo<TcpStream>, Segments>,
     /// Whether `connection` has ended; it must not be polled again.
     is_over: bool,
+    opened_at: Instant,
     idle_since: Instant,
 }
 

@@ -293,7 +293,7 @@ impl UnhealthyError {
         let why = failure.to_string();
         match failure {
             _ if failure.is_local() => Self::Here(why),
-            ProbeError::Url(_) | ProbeError::Connect(_) => Self::Engine(Fault::Unreachable, why),
+            ProbeError::Url(..) | ProbeError::Connect(_) => Self::Engine(Fault::Unreachable, why),
             ProbeError::Path(_)
             | ProbeError::Timeout(_)
             | ProbeError::Http(_)

@@ -120,7 +120,7 @@ impl AttemptFailure {
         match error {
             SendError::Gone => Self::Gone,
             error if error.is_local() => Self::OutOfConnections(error),
-            SendError::Url(_) | SendError::Connect(_) => Self::Unreachable(error),
+            SendError::Url(..) | SendError::Connect(_) => Self::Unreachable(error),
             SendError::Broke(_) | SendError::Ended if is_sent => Self::Broke(error),
             SendError::Broke(_) | SendError::Ended => Self::BrokeUnsent(error),
         }

@@ -47,7 +47,7 @@ pub(crate) struct Fleet {
     log: Arc<Log>,
 }
 
-const HEALTHY: Health = Health {
+pub(crate) const HEALTHY: Health = Health {
     is_healthy: true,
     detail: None,
     waiting: 0,

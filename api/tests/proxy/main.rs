@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may stop at the first surprise")]
 
 mod access;
+mod addresses;
 mod admission;
 mod bad_input;
 mod charging;

@@ -93,9 +93,8 @@ impl WorldPlan {
             format!("listen.advertise=10.0.0.{id}"),
         ];
         let origin = Origin {
-            file: None,
             flags,
-            variables: Vec::new(),
+            ..Origin::default()
         };
         let mut config = config::load(&origin)?.config;
         let timeout = self.election_ms.start..self.election_ms.end;

@@ -14,11 +14,15 @@ use crate::{descriptors, memory, private, telemetry};
 pub(super) struct ServeArgs {
     #[command(flatten)]
     config: ConfigSource,
+    /// Also use the engine at this URL; may be repeated. Without a config file the replica then has
+    /// the id 1
+    #[arg(long, value_name = "URL")]
+    backend: Vec<String>,
 }
 
 /// Runs the replica.
 pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
-    let mut config = args.config.load()?.config;
+    let mut config = args.config.load_with(args.backend)?.config;
     telemetry::init(&config.log)?;
     descriptors::fit(&mut config.limits, descriptors::raise());
     memory::fit(&mut config.limits, memory::limit());

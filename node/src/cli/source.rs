@@ -18,6 +18,12 @@ pub(super) struct ConfigSource {
 impl ConfigSource {
     /// Reads and checks the config.
     pub(super) fn load(self) -> anyhow::Result<Loaded> {
-        Ok(load(&Origin::of_process(self.config, self.set))?)
+        self.load_with(Vec::new())
+    }
+
+    /// The same with the URLs of further backends.
+    pub(super) fn load_with(self, backends: Vec<String>) -> anyhow::Result<Loaded> {
+        let origin = Origin::of_process(self.config, self.set);
+        Ok(load(&Origin { backends, ..origin })?)
     }
 }

@@ -124,7 +124,7 @@ fn check_spec(path: &str, spec: &BackendSpec, has_tokens: bool, found: &mut Sett
 fn spec(backend: &BackendConfig) -> BackendSpec {
     BackendSpec {
         id: backend.id.clone(),
-        url: backend.url.trim_end_matches('/').to_owned(),
+        url: backend.url.0.clone(),
         models: backend.models.clone(),
         labels: backend.labels.clone(),
         capacity_blocks: backend.capacity_blocks,

@@ -26,6 +26,8 @@ pub enum Place {
     Variable(String),
     /// This `--set` flag.
     Flag(String),
+    /// This `--backend` flag.
+    Backend(String),
     /// None: something is missing, or the file cannot be read.
     Nowhere,
 }
@@ -48,7 +50,7 @@ impl ConfigErrors {
         errors.sort_by_key(|error| match &error.place {
             Place::File(span) => (0, span.start),
             Place::Variable(_) => (1, 0),
-            Place::Flag(_) => (2, 0),
+            Place::Flag(_) | Place::Backend(_) => (2, 0),
             Place::Nowhere => (3, 0),
         });
         Self { file, text, errors }
@@ -90,6 +92,10 @@ impl ConfigErrors {
             }
             Place::Flag(flag) => MietteDiagnostic::new(format!("--set {flag}: {}", error.message))
                 .with_help(format!("expected {}", error.expected)),
+            Place::Backend(url) => {
+                MietteDiagnostic::new(format!("--backend {url}: {}", error.message))
+                    .with_help(format!("expected {}", error.expected))
+            }
             Place::Nowhere => MietteDiagnostic::new(error.message.clone())
                 .with_help(format!("expected {}", error.expected)),
         };

@@ -207,7 +207,8 @@ pub struct BackendConfig {
     /// registered at every start, unless they were removed through the admin API; what a known one
     /// has otherwise is told (`quorate config diff`), not changed.
     pub id: String,
-    /// Address of the engine: `http://host:port`.
+    /// Address of the engine: `http://host:port`, with a path prefix if its API is below one. The
+    /// port is 80 by default. A host name is looked up again every 30 s.
     pub url: Parsed<EngineUrl>,
     /// Model ids it serves; `*`: those the engine lists.
     #[schemars(length(min = 1))]

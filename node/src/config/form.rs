@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::Duration;
 
+use api::backends::EngineUrl as BaseUrl;
 use api::prompt::TokenizerSpec;
 use api::proxy::{AllowedOrigins, IdentifyBy, IpPrefix};
 use api::settings::{self, NamedForm, is_span, span};
@@ -105,9 +106,9 @@ api::forms! {
     }
     /// URL of an engine.
     EngineUrl: String = "engine-url" {
-        pattern: "^http://[^/]+/?$",
-        expected: "a URL, such as \"http://10.0.1.1:8000\", without a path",
-        read: |text| is_url(text).then(|| text.to_owned()),
+        pattern: "^http://[^/]+(/.*)?$",
+        expected: "a URL, such as \"http://10.0.1.1:8000\" or \"http://gpu-1/prefix\"; https is not supported yet",
+        read: |text| BaseUrl::parse(text).ok().map(|url| url.as_str().to_owned()),
         show: String::clone,
     }
     /// Source of a request's user.
@@ -209,14 +210,6 @@ fn is_host(host: &str) -> bool {
 fn is_cluster_name(text: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     (1..=raft::NAME_BYTES_MAX).contains(&text.len()) && text.chars().all(is_plain)
-}
-
-fn is_url(text: &str) -> bool {
-    let Some(authority) = text.strip_prefix("http://") else {
-        return false;
-    };
-    let authority = authority.strip_suffix('/').unwrap_or(authority);
-    is_host_port(authority) || is_host(authority)
 }
 
 fn is_plain_name(text: &str) -> bool {
@@ -327,16 +320,16 @@ mod tests {
     }
 
     #[test]
-    fn urls_are_plain_http_without_a_path() {
-        let right = ["http://10.0.1.1:8000", "http://gpu/", "http://[::1]:9"];
-        let wrong = [
-            "https://a:1",
-            "http://",
-            "http://a:1/v1",
-            "a:1",
-            "http://u@a:1",
-        ];
-        check(is_url, &right, &wrong);
+    fn urls_of_engines_are_plain_http() {
+        assert_eq!(
+            EngineUrl::read("http://gpu/").as_deref(),
+            Some("http://gpu:80")
+        );
+        let prefixed = EngineUrl::read("http://a:1/v/m/");
+        assert_eq!(prefixed.as_deref(), Some("http://a:1/v/m"));
+        for wrong in ["https://a:1", "http://", "a:1", "http://u@a:1"] {
+            assert_eq!(EngineUrl::read(wrong), None, "{wrong}");
+        }
     }
 
     fn reads_the_same<F: Form<Value: PartialEq + Debug>>(written: &str) {

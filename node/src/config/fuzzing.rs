@@ -24,6 +24,7 @@ pub fn config(bytes: &[u8]) {
             file,
             variables: &variables,
             flags: &flags,
+            backends: &[],
         },
     );
     match taken {

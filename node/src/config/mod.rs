@@ -157,6 +157,8 @@ pub struct Origin {
     pub flags: Vec<String>,
     /// Environment variables.
     pub variables: Vec<(String, String)>,
+    /// URLs of backends besides those in the file.
+    pub backends: Vec<String>,
 }
 
 impl Origin {
@@ -172,6 +174,7 @@ impl Origin {
             file,
             flags,
             variables,
+            backends: Vec::new(),
         }
     }
 
@@ -230,6 +233,7 @@ pub fn load(origin: &Origin) -> Result<Loaded, ConfigErrors> {
         file: &text,
         variables: &origin.variables,
         flags: &origin.flags,
+        backends: &origin.backends,
     };
     read(&file, &layers)
 }

@@ -55,6 +55,7 @@ fn keys(out: &mut String, loaded: &Loaded, section: &Section, path: &str, table:
             }
             Some(Place::Variable(name)) => name.clone(),
             Some(Place::Flag(flag)) => format!("--set {flag}"),
+            Some(Place::Backend(url)) => format!("--backend {url}"),
         };
         let source = match founds(&section.path, name) {
             true => format!("{source}; founds the cluster, see config diff"),

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
+use api::backends::EngineUrl;
 use serde_json::{Map, Value, json};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -24,6 +25,8 @@ pub(super) struct Layers<'a> {
     pub(super) variables: &'a [(String, String)],
     /// `section.key=value` each.
     pub(super) flags: &'a [String],
+    /// URLs of further backends, of `--backend`.
+    pub(super) backends: &'a [String],
 }
 
 /// The merged layers.
@@ -50,6 +53,12 @@ impl Settings {
         }
         for flag in layers.flags {
             settings.flag(flag);
+        }
+        for url in layers.backends {
+            settings.backend(url);
+        }
+        if !layers.backends.is_empty() && layers.file.is_empty() {
+            settings.name_only_replica();
         }
         for (path, schema) in schema::required_keys() {
             if !settings.places.contains_key(&path) {
@@ -149,7 +158,7 @@ impl Settings {
         // A broken header or string changes the meaning of everything after it.
         self.errors.retain(|error| match &error.place {
             Place::File(span) => line(span.start) < line(first),
-            Place::Variable(_) | Place::Flag(_) => true,
+            Place::Variable(_) | Place::Flag(_) | Place::Backend(_) => true,
             Place::Nowhere => false,
         });
         for error in errors {
@@ -309,6 +318,9 @@ impl Settings {
             // orchestrators, such as `QUORATE_PORT`; but it may be a typo.
             match names.find(|key| key.replace("__", "_") == name) {
                 Some(meant) => meant,
+                None if matches!(rest, "MODELS" | "BACKENDS") => {
+                    "lists of tables to stand in the file (or serve --backend URL)".to_owned()
+                }
                 None => return,
             }
         } else if let Some((path, schema)) = keys.iter().find(|(path, _)| variable(path) == name) {
@@ -341,6 +353,50 @@ impl Settings {
         }
     }
 
+    /// Adds a backend that is named after its address, so that the next start finds it by its id.
+    fn backend(&mut self, url: &str) {
+        let backends = self.tree.entry("backends").or_insert_with(|| json!([]));
+        let Some(backends) = backends.as_array_mut() else {
+            // Whatever stands there instead is refused already.
+            return;
+        };
+        let (path, place) = (
+            format!("backends[{}]", backends.len()),
+            Place::Backend(url.to_owned()),
+        );
+        let key = join(&path, "url");
+        let schema = &SCHEMA["properties"]["backends"];
+        let schema =
+            schema::table(schema).map_or(&Value::Null, |entry| &entry["properties"]["url"]);
+        match fit(schema, &json!(url)) {
+            Some(fitting) => {
+                // However the place is written, it has one id.
+                let place = EngineUrl::parse(url);
+                let id = backend_id(place.as_ref().map_or(url, EngineUrl::as_str));
+                backends.push(json!({ "id": id, "url": fitting }));
+            }
+            None => {
+                backends.push(json!({ "id": "refused" }));
+                let message = format!("{key} is {}", quoted(url));
+                self.reject(&key, message, expected(schema), place.clone());
+            }
+        }
+        self.places.insert(join(&path, "id"), place.clone());
+        self.places.insert(key, place);
+    }
+
+    /// A replica of which nothing is said but its backends needs no id.
+    fn name_only_replica(&mut self) {
+        let node = self.tree.entry("node").or_insert_with(|| json!({}));
+        if let Some(node) = node.as_object_mut()
+            && !node.contains_key("id")
+            && !self.places.contains_key("node.id")
+        {
+            node.insert("id".to_owned(), json!(1));
+            self.places.insert("node.id".to_owned(), Place::Nowhere);
+        }
+    }
+
     /// Sets a value from a variable or flag. Lists are separated by commas.
     fn overlay(&mut self, path: &str, schema: &Value, text: &str, place: Place) {
         self.places.insert(path.to_owned(), place.clone());
@@ -364,6 +420,16 @@ impl Settings {
         }
         table.insert(name.to_owned(), value);
     }
+}
+
+/// Returns the id of a backend at `url`: its host, port and prefix, each other letter a `-`.
+fn backend_id(url: &str) -> String {
+    let place = url.strip_prefix("http://").unwrap_or(url);
+    let id = place.replace(
+        |c: char| !c.is_ascii_alphanumeric() && !"._".contains(c),
+        "-",
+    );
+    id.trim_matches('-').to_owned()
 }
 
 /// Returns the environment variable of a key, such as `QUORATE_NODE__ID`.

@@ -8,6 +8,7 @@ use state::ids::ReplicaId;
 
 use super::*;
 
+mod command_line;
 mod policies;
 mod shapes;
 
@@ -20,6 +21,7 @@ fn layers<'a>(
         file,
         variables,
         flags,
+        backends: &[],
     };
     read("n1.toml", &layers)
 }
@@ -57,6 +59,7 @@ fn brief(faults: &ConfigErrors) -> String {
             }
             Place::Variable(name) => name.clone(),
             Place::Flag(flag) => format!("--set {flag}"),
+            Place::Backend(url) => format!("--backend {url}"),
             Place::Nowhere => "-".to_owned(),
         };
         out.push_str(&format!(
@@ -173,7 +176,7 @@ url = "https://10.0.1.1:8000"
              13 │ id = "gpu-1"
              14 │ url = "https://10.0.1.1:8000"
                 ·       ───────────┬───────────
-                ·                  ╰── expected a URL, such as "http://10.0.1.1:8000", without a path
+                ·                  ╰── expected a URL, such as "http://10.0.1.1:8000" or "http://gpu-1/prefix"; https is not supported yet
                 ╰────
             n1.toml: 6 faults
         "#]],
@@ -575,12 +578,10 @@ fn a_secret_is_long_and_others_may_not_read_it() {
             format!("node.data_dir={}", dir.path().display()),
             format!("cluster.secret_file={}", file.display()),
         ];
-        let origin = Origin {
-            file: None,
+        super::load(&Origin {
             flags,
-            variables: Vec::new(),
-        };
-        super::load(&origin)
+            ..Origin::default()
+        })
     };
     let long = "0123456789abcdef0123456789abcdef\n";
     let config = loaded(long, 0o640).unwrap().config;

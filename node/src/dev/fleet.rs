@@ -259,9 +259,8 @@ fn config_of(id: u8, data_dir: &Path, settings: &[String]) -> anyhow::Result<Con
     ];
     flags.extend_from_slice(settings);
     let origin = Origin {
-        file: None,
         flags,
-        variables: Vec::new(),
+        ..Origin::default()
     };
     Ok(config::load(&origin)?.config)
 }

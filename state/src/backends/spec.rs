@@ -20,7 +20,7 @@ const ENGINE_MODELS_MAX: usize = 4096;
 pub struct BackendSpec {
     /// Id of the backend: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
     pub id: String,
-    /// Base URL, `http://host:port` without a path.
+    /// Base URL, `http://host:port`, with a path below which the engine's own paths are.
     pub url: String,
     /// Model ids that it serves; `"*"` stands for the engine's own list.
     #[serde(default = "any_model")]
@@ -71,7 +71,7 @@ impl BackendSpec {
         ensure(
             is_base_url(&self.url),
             "url",
-            "http://host:port, without a path",
+            "http://host:port, with a path prefix if wanted",
         )?;
         ensure(
             (1..=LIST_ENTRIES_MAX).contains(&self.models.len()),
@@ -122,6 +122,15 @@ impl BackendSpec {
     }
 }
 
+impl BackendSpec {
+    /// Whether its URL has a path prefix, which earlier builds refuse.
+    #[must_use]
+    pub(crate) fn has_prefix(&self) -> bool {
+        let rest = self.url.strip_prefix("http://");
+        rest.is_some_and(|rest| rest.contains('/'))
+    }
+}
+
 impl EngineFacts {
     /// Whether all fields are within their bounds.
     pub(crate) fn is_valid(&self) -> bool {
@@ -140,14 +149,17 @@ fn is_short_list<'a>(texts: impl IntoIterator<Item = &'a String>) -> bool {
     texts.into_iter().map(String::len).sum::<usize>() <= LIST_BYTES_MAX
 }
 
-/// Whether `url` is `http://host:port`. The host is a name, an IPv4 address, or an IPv6 address in
-/// brackets.
+/// Whether `url` is `http://host:port` or `http://host:port/prefix`. The host is a name, an IPv4
+/// address, or an IPv6 address in brackets.
 fn is_base_url(url: &str) -> bool {
-    let Some((host, port)) = url
+    let Some(rest) = url
         .strip_prefix("http://")
         .filter(|_| url.len() <= NAME_BYTES_MAX)
-        .and_then(|authority| authority.rsplit_once(':'))
     else {
+        return false;
+    };
+    let (authority, prefix) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let Some((host, port)) = authority.rsplit_once(':') else {
         return false;
     };
     let is_host = match host
@@ -162,7 +174,16 @@ fn is_base_url(url: &str) -> bool {
     };
     let is_port =
         port.bytes().all(|c| c.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0);
-    is_host && is_port
+    is_host && is_port && is_prefix(prefix)
+}
+
+/// Whether `prefix` is empty, or segments that every server reads alike, each after a slash.
+fn is_prefix(prefix: &str) -> bool {
+    let is_byte = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-' | b'~');
+    let is_segment = |segment: &str| {
+        !segment.is_empty() && segment.bytes().all(is_byte) && !segment.bytes().all(|c| c == b'.')
+    };
+    prefix.is_empty() || prefix.split('/').skip(1).all(is_segment)
 }
 
 #[cfg(test)]
@@ -190,6 +211,8 @@ mod tests {
             "http://10.0.0.1:65535",
             "http://[::1]:80",
             "http://a_b.c-d:9",
+            "http://a:1/x",
+            "http://a:1/x/y-1.0~",
         ] {
             assert!(is_base_url(good), "{good}");
         }
@@ -201,6 +224,11 @@ mod tests {
             "http://a:0",
             "http://a:65536",
             "http://a:1/",
+            "http://a:1//x",
+            "http://a:1/x/",
+            "http://a:1/../x",
+            "http://a:1/x?y",
+            "http://a/x",
             "https://a:1",
             "http://a:+1",
             "http://a b:1",
@@ -263,7 +291,7 @@ mod tests {
             id: 1 to 256 characters of [A-Za-z0-9._-]
             id: 1 to 256 characters of [A-Za-z0-9._-]
             id: 1 to 256 characters of [A-Za-z0-9._-]
-            url: http://host:port, without a path
+            url: http://host:port, with a path prefix if wanted
             models: 1 to 256 model ids, or "*"
             models[1]: 1 to 256 bytes
             labels: label names of 1 to 256 bytes

@@ -535,6 +535,14 @@ fn items_of_version_4_have_their_bytes_and_make_a_batch_one_of_version_4() {
         items,
     };
     assert_eq!(format_of(&batch(items())), FORMAT_VERSION_COMMON);
+    let at = |url: &str| {
+        Command::PutBackend(BackendSpec {
+            url: url.to_owned(),
+            ..spec()
+        })
+    };
+    assert_eq!(format_of(&at("http://a:1")), FORMAT_VERSION_COMMON);
+    assert_eq!(format_of(&at("http://a:1/x")), 4);
     for newer in [text, size] {
         assert_eq!(format_of(&batch([items(), vec![newer]].concat())), 4);
     }

@@ -1,0 +1,180 @@
+//! Where an engine is: `http://host[:port][/prefix]`.
+//!
+//! The registry and the config hold it in one form, with its port and without a slash at the end,
+//! so that the same place is always written alike.
+
+use std::net::IpAddr;
+
+use http::uri::{Authority, PathAndQuery};
+use http::{HeaderValue, Uri};
+
+const HTTP_PORT: u16 = 80;
+
+/// The base URL of an engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineUrl {
+    /// `http://host:port` and the prefix.
+    text: String,
+    /// `host:port`.
+    address: String,
+    /// `/prefix`, or nothing.
+    prefix: String,
+}
+
+/// Text that is no URL of an engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum EngineUrlError {
+    /// It asks for TLS.
+    #[error("https to engines is not supported yet; put a TLS proxy on this host in front of it")]
+    Https,
+    /// It is something else.
+    #[error("expected http://host, with a port and a path prefix if wanted")]
+    Malformed,
+}
+
+impl EngineUrl {
+    /// Reads a URL; without a port it is that of HTTP.
+    ///
+    /// # Errors
+    /// [`EngineUrlError`].
+    pub fn parse(text: &str) -> Result<Self, EngineUrlError> {
+        let begins = |scheme: &str| {
+            let start = text.get(..scheme.len());
+            start.is_some_and(|start| start.eq_ignore_ascii_case(scheme))
+        };
+        if begins("https://") {
+            return Err(EngineUrlError::Https);
+        }
+        let rest = text.get("http://".len()..).filter(|_| begins("http://"));
+        let rest = rest.ok_or(EngineUrlError::Malformed)?;
+        let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+        let address = address(authority).ok_or(EngineUrlError::Malformed)?;
+        let prefix = path.trim_end_matches('/');
+        if !is_prefix(prefix) {
+            return Err(EngineUrlError::Malformed);
+        }
+        Ok(Self {
+            text: format!("http://{address}{prefix}"),
+            address,
+            prefix: prefix.to_owned(),
+        })
+    }
+
+    /// Returns it as the registry holds it.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.text
+    }
+
+    /// Returns `host:port`, to connect to.
+    pub(crate) fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Returns the value of the `host` header.
+    pub(crate) fn host_header(&self) -> Option<HeaderValue> {
+        let default = format!(":{HTTP_PORT}");
+        let bare = self.address.strip_suffix(&default);
+        HeaderValue::from_str(bare.unwrap_or(&self.address)).ok()
+    }
+
+    /// Whether the host is a name, which may lead elsewhere later.
+    pub(crate) fn is_name(&self) -> bool {
+        let host = self.address.rsplit_once(':').map_or("", |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        host.parse::<IpAddr>().is_err()
+    }
+
+    /// Returns the target of a request for `target` at this engine.
+    pub(crate) fn locate(&self, target: Uri) -> Uri {
+        if self.prefix.is_empty() {
+            return target;
+        }
+        let path = target.path_and_query().map_or("", PathAndQuery::as_str);
+        let located = PathAndQuery::try_from(format!("{}{path}", self.prefix));
+        located.map_or(target, Uri::from)
+    }
+}
+
+/// `host:port` of an authority; `None` where it is none, or names a user.
+fn address(authority: &str) -> Option<String> {
+    let parsed: Authority = authority.parse().ok()?;
+    let is_plain = !authority.contains('@') && !parsed.host().is_empty();
+    let port = match parsed.port() {
+        Some(port) => port.as_str().parse().ok().filter(|port| *port > 0)?,
+        None if authority == parsed.host() => HTTP_PORT,
+        // Behind the host is something, but no port.
+        None => return None,
+    };
+    is_plain.then(|| format!("{}:{port}", parsed.host()))
+}
+
+/// Whether it is nothing, or segments that every server reads alike.
+fn is_prefix(prefix: &str) -> bool {
+    let is_plain = |segment: &str| {
+        let mut bytes = segment.bytes();
+        !segment.is_empty()
+            && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte))
+            && !segment.bytes().all(|byte| byte == b'.')
+    };
+    prefix.is_empty() || prefix.split('/').skip(1).all(is_plain)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_are_written_with_a_port_and_without_a_last_slash() {
+        for (text, form) in [
+            ("http://gpu1", "http://gpu1:80"),
+            ("HTTP://gpu1/", "http://gpu1:80"),
+            ("http://10.0.0.1:8000", "http://10.0.0.1:8000"),
+            ("http://[::1]/v", "http://[::1]:80/v"),
+            ("http://a:1/team-a/m.1/", "http://a:1/team-a/m.1"),
+        ] {
+            let url = EngineUrl::parse(text).unwrap();
+            assert_eq!(url.as_str(), form);
+            assert_eq!(EngineUrl::parse(form), Ok(url));
+        }
+        for text in [
+            "",
+            "gpu1",
+            "http://",
+            "http://:1",
+            "http://a:0",
+            "http://a:",
+            "http://a:65536",
+            "http://u@a",
+            "http://a/b?c",
+            "http://a/../b",
+            "http://a//b",
+            "http://a/%2e",
+            "ftp://a",
+        ] {
+            assert_eq!(
+                EngineUrl::parse(text),
+                Err(EngineUrlError::Malformed),
+                "{text}"
+            );
+        }
+        assert_eq!(EngineUrl::parse("HTTPS://a"), Err(EngineUrlError::Https));
+    }
+
+    #[test]
+    fn requests_go_below_the_prefix() {
+        let target = |url: &str| {
+            let url = EngineUrl::parse(url).unwrap();
+            url.locate("/v1/models?a=1".parse().unwrap()).to_string()
+        };
+        assert_eq!(target("http://a"), "/v1/models?a=1");
+        assert_eq!(target("http://a/x/y"), "/x/y/v1/models?a=1");
+    }
+
+    #[test]
+    fn only_names_may_move() {
+        let is_name = |url: &str| EngineUrl::parse(url).unwrap().is_name();
+        assert!(is_name("http://gpu1") && is_name("http://localhost:9/x"));
+        assert!(!is_name("http://10.0.0.1:8") && !is_name("http://[::1]:8"));
+    }
+}

@@ -1,0 +1,98 @@
+//! Where engines are: below a path, and at names that may move.
+
+use std::time::Duration;
+
+use api::backends::{EngineKeys, ProbeSettings};
+use api::proxy::ProxySettings;
+use http::HeaderValue;
+use serde_json::json;
+use state::command::{BackendSpec, Command};
+
+use super::client::chat;
+use super::engine::{Engine, json as answer_json};
+use super::fleet::{Fleet, PATIENT, eventually};
+
+fn at(url: String) -> Command {
+    Command::PutBackend(BackendSpec {
+        id: "e0".to_owned(),
+        url,
+        models: vec!["m".to_owned()],
+        labels: [].into(),
+        capacity_blocks: Some(100_000),
+        kv_events: None,
+        kv_replay: None,
+    })
+}
+
+async fn engine() -> Engine {
+    Engine::always(vec![answer_json("200 OK", "{}")]).await
+}
+
+#[tokio::test]
+async fn requests_and_probes_go_below_the_path_of_the_url() {
+    let engine = engine().await;
+    let url = format!("http://{}/team/a", engine.address);
+    let mut keys = EngineKeys::default();
+    keys.add("e0", &url, HeaderValue::from_static("Bearer of-engine"));
+    let probes = ProbeSettings {
+        keys,
+        interval: Duration::from_millis(50),
+        ..ProbeSettings::default()
+    };
+    let fleet = Fleet::start_probed(&[&engine], probes).await;
+    fleet.apply(at(url));
+    let asked = |what: &str| {
+        let seen = engine.requests();
+        let line = format!("{what} HTTP/1.1\r\n");
+        let mut seen = seen.iter().filter(|it| it.starts_with(&line));
+        seen.any(|it| it.contains("authorization: Bearer of-engine\r\n"))
+    };
+    eventually("probes go below the path", || {
+        asked("GET /team/a/ready") && asked("GET /team/a/metrics") && asked("GET /team/a/v1/models")
+    })
+    .await;
+    let backend = fleet.backend(0);
+    let is_healthy = || {
+        fleet
+            .backends
+            .glance(backend.slot)
+            .is_some_and(|it| it.is_healthy)
+    };
+    eventually("it is healthy", is_healthy).await;
+    let request = chat("").replacen("/completions ", "/completions?x=1 ", 1);
+    assert_eq!(fleet.client().await.ask(request).await.status, 200);
+    assert!(asked("POST /team/a/v1/chat/completions?x=1"));
+}
+
+#[tokio::test]
+async fn a_name_is_looked_up_again_and_an_address_is_not() {
+    let engine = engine().await;
+    let port = engine.address.port();
+    let never_holds = |settings: &mut ProxySettings| settings.pool.name_holds_for = Duration::ZERO;
+    for (host, connections) in [("localhost", 3), ("127.0.0.1", 1)] {
+        let fleet = Fleet::start_with(&[&engine], PATIENT, never_holds).await;
+        fleet.apply(at(format!("http://{host}:{port}")));
+        let slot = fleet.backend(0).slot;
+        fleet.backends.assume(slot, &super::fleet::HEALTHY);
+        let before = engine.connections();
+        let mut client = fleet.client().await;
+        for _ in 0..3 {
+            assert_eq!(client.ask(chat("")).await.status, 200);
+            fleet.is_idle().await;
+        }
+        assert_eq!(engine.connections() - before, connections, "{host}");
+    }
+}
+
+#[tokio::test]
+async fn the_admin_api_says_that_https_is_not_there_yet() {
+    let fleet = Fleet::start(&[&engine().await]).await;
+    let body = json!({"url": "https://gpu-1"});
+    let (status, problem) = fleet.call("PUT", "/admin/v1/backends/x", &body).await;
+    assert_eq!(status, 400, "{problem}");
+    let detail = problem["detail"].as_str().unwrap();
+    assert!(
+        detail.contains("https to engines is not supported yet"),
+        "{detail}"
+    );
+}

@@ -1,0 +1,58 @@
+//! Backends of the command line, and variables that are no keys.
+
+use super::*;
+
+fn with_backends(file: &str, backends: &[String]) -> Result<Loaded, ConfigErrors> {
+    let layers = Layers {
+        file,
+        backends,
+        ..Layers::default()
+    };
+    read("n3.toml", &layers)
+}
+
+fn shown(config: &Config) -> String {
+    let backends = config.backends.iter();
+    let backends: Vec<_> = backends.map(|it| format!("{} {}", it.id, it.url)).collect();
+    backends.join("\n")
+}
+
+#[test]
+fn backends_of_the_command_line_need_no_file() {
+    let urls = ["http://gpu-1/", "http://10.0.0.2:8000/v/m"].map(str::to_owned);
+    let config = with_backends("", &urls).unwrap().config;
+    assert_eq!(config.node.id, ReplicaId(1));
+    let expected = "gpu-1-80 http://gpu-1:80\n10.0.0.2-8000-v-m http://10.0.0.2:8000/v/m";
+    assert_eq!(shown(&config), expected);
+    let file = "node.id = 3\n[[backends]]\nid = \"a\"\nurl = \"http://a:1\"\n";
+    let config = with_backends(file, &urls[..1]).unwrap().config;
+    assert_eq!(config.node.id, ReplicaId(3));
+    assert_eq!(shown(&config), "a http://a:1\ngpu-1-80 http://gpu-1:80");
+    let faults = with_backends("", &["https://gpu-1".to_owned()]).unwrap_err();
+    let told = brief(&faults);
+    assert!(told.contains("--backend https://gpu-1"), "{told}");
+    assert!(told.contains("https is not supported yet"), "{told}");
+    let twice = with_backends("", &[urls[0].clone(), urls[0].clone()]);
+    assert!(twice.is_err(), "two backends of one id");
+}
+
+#[test]
+fn lists_of_tables_in_variables_are_errors() {
+    for name in [
+        "QUORATE_BACKENDS",
+        "QUORATE_MODELS",
+        "QUORATE_BACKENDS__0__URL",
+    ] {
+        let variables = variables(&[("QUORATE_NODE__ID", "1"), (name, "http://a:1")]);
+        let told = brief(&layers("", &variables, &[]).unwrap_err());
+        assert!(
+            told.contains(name) && told.contains("in the file"),
+            "{told}"
+        );
+    }
+    let service = variables(&[
+        ("QUORATE_NODE__ID", "1"),
+        ("QUORATE_PORT", "tcp://10.0.0.1"),
+    ]);
+    assert!(layers("", &service, &[]).is_ok());
+}
