@@ -41,4 +41,16 @@ pub enum Rejection {
         /// Valid range or form.
         expected: String,
     },
+    /// No user has this name. From format version 4 on.
+    #[error("no user has the name {name:?}")]
+    UnknownUser {
+        /// Name that was asked for.
+        name: String,
+    },
+    /// Requests of the user wait or are in flight. From format version 4 on.
+    #[error("requests of the user {name:?} are waiting or in flight")]
+    UserBusy {
+        /// Name of the user.
+        name: String,
+    },
 }

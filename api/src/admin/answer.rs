@@ -316,7 +316,10 @@ pub(super) fn rejected(reject: &Rejection) -> Problem {
         Rejection::NotInitialised => (StatusCode::CONFLICT, "not-initialised"),
         Rejection::AlreadyInitialised => (StatusCode::CONFLICT, "already-initialised"),
         Rejection::StaleSession { .. } => (StatusCode::CONFLICT, "stale-session"),
-        Rejection::UnknownBackend { .. } => (StatusCode::NOT_FOUND, "not-found"),
+        Rejection::UnknownBackend { .. } | Rejection::UnknownUser { .. } => {
+            (StatusCode::NOT_FOUND, "not-found")
+        }
+        Rejection::UserBusy { .. } => (StatusCode::CONFLICT, "user-busy"),
         Rejection::TooManyBackends | Rejection::TooManyUsers => (StatusCode::CONFLICT, "limit"),
         Rejection::Invalid { .. } => (StatusCode::BAD_REQUEST, "invalid"),
     };

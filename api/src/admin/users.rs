@@ -218,6 +218,14 @@ pub(super) async fn put(
     Ok(answer)
 }
 
+/// Deletes the user with counters, weight and limits.
+pub(super) async fn remove(
+    State(admin): State<AdminState>,
+    PathParam(name): PathParam<String>,
+) -> Result<Response, Problem> {
+    submit(&admin, Command::DeleteUser { name }).await
+}
+
 /// Resets the user's usage of its per-window limits.
 pub(super) async fn forgive(
     State(admin): State<AdminState>,

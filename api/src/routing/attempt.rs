@@ -147,7 +147,7 @@ impl Dispatcher {
         let meter = InFlightGuard::at(self.fleet.meter(backend, &decision.name));
         let held = self.held(backend, &identity.chain, decision.matched);
         let (user, advance) = self.outbox.with(|outbox| {
-            outbox.follow_restore(registry.restored);
+            outbox.follow_names(registry.names_since);
             let user = outbox.payer(hash_seed, ask.user.as_str());
             let (advance, charge) = started(outbox, user, &estimate, &pricing, terms);
             self.priced.add(pricing.due(&charge));

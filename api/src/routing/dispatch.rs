@@ -54,7 +54,7 @@ impl Dispatcher {
     pub fn begin_wait(&self, user: &UserName) -> UserKey {
         let registry = self.view.registry();
         self.outbox.with(|outbox| {
-            outbox.follow_restore(registry.restored);
+            outbox.follow_names(registry.names_since);
             let user = outbox.payer(registry.hash_seed, user.as_str());
             outbox.charge(Charge {
                 user,

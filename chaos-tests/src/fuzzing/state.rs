@@ -230,6 +230,9 @@ fn every_command(state: &RouterState) -> Vec<Command> {
             limits: UserLimits::default(),
         },
         learnt(handles[0]),
+        Command::DeleteUser {
+            name: "bob".to_owned(),
+        },
     ]);
     commands
 }

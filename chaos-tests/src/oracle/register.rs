@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use state::RouterState;
-use state::command::{Command, Rejection, Reply};
+use state::command::{Command, Rejection, Reply, UserSpec};
 
 /// A part of the state that is written and read as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,8 +46,11 @@ impl RegisterKey {
     #[must_use]
     pub fn all_of(command: &Command) -> Vec<Self> {
         vec![match command {
-            Command::SetUser { user, .. } => {
-                let name = &user.name;
+            Command::SetUser {
+                user: UserSpec { name, .. },
+                ..
+            }
+            | Command::DeleteUser { name } => {
                 return vec![Self::Weight(name.clone()), Self::Limits(name.clone())];
             }
             Command::FoundWithSettings(_) => {
@@ -138,6 +141,12 @@ impl Registers {
             self.write(&Command::PutUser(user.clone()));
             let (name, limits) = (user.name.clone(), *limits);
             return self.write(&Command::PutUserLimits { name, limits });
+        }
+        if let Command::DeleteUser { .. } = command {
+            for key in RegisterKey::all_of(command) {
+                self.0.remove(&key);
+            }
+            return Reply::Applied;
         }
         if let Command::FoundWithSettings(founding) = command {
             if self.0.contains_key(&RegisterKey::Policy) {

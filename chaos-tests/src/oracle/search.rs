@@ -191,6 +191,7 @@ impl Texts {
                     false => RegisterOp::Set(self.number(&format!("{limits:?}"))),
                 }
             }
+            Command::DeleteUser { .. } => RegisterOp::Clear,
             // Of no key: nobody asks for it here.
             _ => RegisterOp::Read,
         }

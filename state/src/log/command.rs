@@ -186,6 +186,12 @@ pub enum Command {
     /// [`Command::FoundCluster`] with every setting that a config gives, so that no config read
     /// later sets one by being the first to. Format version 4.
     FoundWithSettings(Box<Founding>),
+    /// Deletes a user with counters, weight and limits. Rejected while requests of the user wait or
+    /// are in flight. Whoever comes under the name later is a new user. Format version 4.
+    DeleteUser {
+        /// Name of the user.
+        name: String,
+    },
 }
 
 /// What a cluster is founded with.

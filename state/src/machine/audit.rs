@@ -57,6 +57,8 @@ pub enum AuditAction {
     Restore,
     /// A user's usage of its limits was reset.
     ForgiveUser,
+    /// A user was deleted.
+    DeleteUser,
 }
 
 /// Ring of audit entries, oldest first.
@@ -73,14 +75,23 @@ impl Audit {
 
     /// Whether the ring holds an entry of a kind introduced with format version 4.
     pub(super) fn has_version_4(&self) -> bool {
-        self.iter()
-            .any(|entry| entry.action == AuditAction::ForgiveUser)
+        let is_later =
+            |action| matches!(action, AuditAction::ForgiveUser | AuditAction::DeleteUser);
+        self.iter().any(|entry| is_later(entry.action))
     }
 
     /// Returns the log index of the last restore that is still in the ring.
     pub(super) fn restored(&self) -> Option<LogIndex> {
         let is_restore = |entry: &&AuditEntry| entry.action == AuditAction::Restore;
         self.iter().rfind(is_restore).map(|entry| entry.index)
+    }
+
+    /// Returns the log index of the last entry after which users have to be named again.
+    pub(super) fn names_since(&self) -> Option<LogIndex> {
+        let forgets = |action| matches!(action, AuditAction::Restore | AuditAction::DeleteUser);
+        let mut entries = self.iter();
+        let last = entries.rfind(|entry| forgets(entry.action));
+        last.map(|entry| entry.index)
     }
 
     pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = &AuditEntry> {

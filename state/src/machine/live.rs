@@ -155,6 +155,19 @@ impl RouterState {
         Ok(())
     }
 
+    pub(super) fn delete_user(&mut self, origin: &Origin, name: String) -> Result<(), Rejection> {
+        ensure(is_name(&name), "name", "1 to 256 bytes")?;
+        let key = user_key(self.config.hash_seed, &name);
+        match self.users.remove(key) {
+            None => Err(Rejection::UnknownUser { name }),
+            Some(false) => Err(Rejection::UserBusy { name }),
+            Some(true) => {
+                self.note(origin, AuditAction::DeleteUser, name);
+                Ok(())
+            }
+        }
+    }
+
     pub(super) fn assign_readers(
         &mut self,
         origin: &Origin,

@@ -326,6 +326,7 @@ impl RouterState {
             Command::PutUserLimits { name, limits } => self.put_user_limits(origin, name, limits),
             Command::SetUser { user, limits } => self.set_user(origin, user, limits),
             Command::ForgiveUser { name } => self.forgive_user(origin, name),
+            Command::DeleteUser { name } => self.delete_user(origin, name),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
             Command::BeginRestore { restore, force } => self.begin_restore(restore, force),
             Command::RestorePart {
@@ -472,7 +473,7 @@ impl RouterState {
     fn registry(&self) -> Registry {
         let kv = (&self.exact, &self.readers);
         Registry {
-            restored: self.audit.restored(),
+            names_since: self.audit.names_since(),
             hash_secret: self.hash_secret.clone(),
             block_sizes: self.block_sizes.clone(),
             ..Registry::of(&self.config, &self.backends, &self.settings, kv)

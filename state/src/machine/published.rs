@@ -261,9 +261,9 @@ pub struct Registry {
     pub kv: Vec<(BackendRef, KvCondition)>,
     /// Readers of KV events, by slot, ascending.
     pub readers: Vec<Assignment>,
-    /// Log index of the last restore, as far back as the audit reaches. Facts reported to the
-    /// previous state must be reported again.
-    pub restored: Option<LogIndex>,
+    /// Log index of the last restore or deletion of a user, as far back as the audit reaches. Users
+    /// who were named before must be named again.
+    pub names_since: Option<LogIndex>,
     /// Tokens per block of engines and models.
     pub block_sizes: BlockSizes,
 }
@@ -292,7 +292,7 @@ impl Registry {
             admission: settings.admission.clone(),
             kv: exact.conditions().collect(),
             readers: backends.iter().filter_map(reader).collect(),
-            restored: None,
+            names_since: None,
             block_sizes: BlockSizes::default(),
         }
     }

@@ -280,6 +280,21 @@ impl Users {
             })
     }
 
+    /// Deletes a user. Returns whether it was possible: a user with requests stays; `None` if there
+    /// is none.
+    pub(crate) fn remove(&mut self, key: UserKey) -> Option<bool> {
+        let user = self.map.get(&key)?;
+        if !user.is_idle() || user.is_waiting() {
+            return Some(false);
+        }
+        if let Some(rank) = ForgettingRank::of(user) {
+            self.forgettable.remove(key, rank);
+        }
+        self.drop_user(key);
+        self.is_changed = true;
+        Some(true)
+    }
+
     /// Returns a user's counter.
     pub(crate) fn counter(&self, key: UserKey) -> Option<u64> {
         self.map.get(&key).map(User::counter)
@@ -403,15 +418,20 @@ impl Users {
         let Some(key) = self.forgettable.pop() else {
             return false;
         };
+        self.drop_user(key);
+        true
+    }
+
+    /// Removes a user who is in none of the orders any more.
+    fn drop_user(&mut self, key: UserKey) {
         let user = self
             .map
             .remove(&key)
-            .expect("who can be forgotten is known");
+            .expect("only a user who is known is removed");
         self.digest = self
             .digest
             .wrapping_sub(hash(&mut self.scratch, key, &user));
         self.totals.forgotten = self.totals.forgotten.wrapping_add(user.charged_ever);
-        true
     }
 
     /// Adds a user to the digest and the orders.

@@ -361,6 +361,7 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
             let user = UserSpec { name, weight_milli };
             Command::SetUser { user, limits }
         }),
+        1 => user().prop_map(|(_, name)| Command::DeleteUser { name }),
         1 => Just(Command::PaceTime),
         1 => expire,
         1 => admission().prop_map(Command::PutAdmission),

@@ -166,8 +166,8 @@ pub struct Outbox {
     last_charged: UserKey,
     names: VecDeque<(UserKey, String)>,
     named: HashSet<UserKey>,
-    /// The restore after which they were named; `None`: before any.
-    restored: Option<LogIndex>,
+    /// Since when: the last restore or deletion of a user then; `None`: there was none.
+    names_since: Option<LogIndex>,
     facts: BTreeMap<BackendRef, EngineFacts>,
     /// Items that stand for themselves, each with its size, in order.
     notes: VecDeque<(Item, usize)>,
@@ -204,7 +204,7 @@ impl Outbox {
             commits: CommitWaiters::default(),
             names: VecDeque::new(),
             named: HashSet::new(),
-            restored: None,
+            names_since: None,
             facts: BTreeMap::new(),
             notes: VecDeque::new(),
             notes_bytes: 0,
@@ -335,16 +335,16 @@ impl Outbox {
         user
     }
 
-    /// The state is one that was restored at `restored`: who was named in the one before is not
-    /// known in it.
-    pub fn follow_restore(&mut self, restored: Option<LogIndex>) {
-        if restored != self.restored {
-            self.restored = restored;
+    /// The state last forgot names at `since`, by a restore or the deletion of a user: who was named
+    /// before may not be known in it.
+    pub fn follow_names(&mut self, since: Option<LogIndex>) {
+        if since != self.names_since {
+            self.names_since = since;
             self.named.clear();
         }
     }
 
-    /// Names a user, once per session and restore.
+    /// Names a user, once per session, restore and deletion of users.
     fn name_user(&mut self, key: UserKey, name: &str) {
         if self.named.contains(&key) {
             return;

@@ -226,10 +226,10 @@ fn a_refused_number_is_not_used_again() {
 }
 
 #[test]
-fn users_are_named_anew_after_a_restore() {
+fn users_are_named_anew_after_a_restore_or_a_deletion() {
     let mut outbox = outbox(OutboxSettings::default());
-    let mut named = |restored: Option<u64>| {
-        outbox.follow_restore(restored.map(LogIndex));
+    let mut named = |since: Option<u64>| {
+        outbox.follow_names(since.map(LogIndex));
         outbox.payer(7, "ada");
         let named = outbox.names.len();
         outbox.names.clear();

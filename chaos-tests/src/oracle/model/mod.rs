@@ -107,6 +107,11 @@ impl ReferenceModel {
         if !is_founding(command) && self.registers.value(&RegisterKey::Policy).is_none() {
             return Reply::Rejected(Rejection::NotInitialised);
         }
+        if let Command::DeleteUser { name } = command
+            && let Err(reject) = self.users.check_delete(name)
+        {
+            return Reply::Rejected(reject);
+        }
         let reply = self.registers.write(command);
         if let Reply::Rejected(_) = reply {
             return reply;
@@ -166,6 +171,7 @@ impl ReferenceModel {
             | Command::RestorePart { .. }
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. } => {}
+            Command::DeleteUser { name } => self.users.delete(name),
             Command::PaceTime => self.pace(),
             // What is in its parts is not looked at.
             Command::FinishRestore { .. } => self.is_replaced = true,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use state::admission::ChargeInput;
-use state::command::Charge;
+use state::command::{Charge, Rejection};
 use state::ids::{ReplicaId, UserKey};
 use state::prefix::user_key;
 use state::users::{FairnessSettings, UserUsage};
@@ -113,6 +113,19 @@ impl ModelUsers {
             user.charged = 0;
             user.weight_milli = weight_milli;
         }
+    }
+
+    pub(super) fn check_delete(&self, name: &str) -> Result<(), Rejection> {
+        let name = name.to_owned();
+        match self.users.get(&self.key(&name)) {
+            None => Err(Rejection::UnknownUser { name }),
+            Some(user) if !user.is_idle() || user.waits() => Err(Rejection::UserBusy { name }),
+            Some(_) => Ok(()),
+        }
+    }
+
+    pub(super) fn delete(&mut self, name: &str) {
+        self.users.remove(&self.key(name));
     }
 
     /// What a user who comes is lifted to.

@@ -169,10 +169,12 @@ fn replies() -> Vec<Reply> {
         Reply::Rejected(Rejection::StaleSession {
             replica: ReplicaId(2),
         }),
-        Reply::Rejected(Rejection::UnknownBackend { name }),
+        Reply::Rejected(Rejection::UnknownBackend { name: name.clone() }),
         Reply::Rejected(Rejection::TooManyBackends),
         Reply::Rejected(Rejection::TooManyUsers),
         Reply::Rejected(Rejection::Invalid { field, expected }),
+        Reply::Rejected(Rejection::UnknownUser { name: name.clone() }),
+        Reply::Rejected(Rejection::UserBusy { name }),
     ]
 }
 
@@ -489,6 +491,11 @@ fn commands_of_version_4_have_their_bytes() {
     };
     expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b01000012"]
         .assert_eq(&written(Command::PaceTime));
+    let delete = Command::DeleteUser {
+        name: "ada".to_owned(),
+    };
+    expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b0100001503616461"]
+        .assert_eq(&written(delete));
     let set = Command::SetUser {
         user: UserSpec {
             name: "ada".to_owned(),
