@@ -75,15 +75,15 @@ pub use machine::{
 };
 pub use memory::{DiskShortage, MemoryDisk};
 pub use net::{
-    ConnectError, PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService, Secret, Tcp,
-    Transport,
+    ConnectError, ConnectFailure, PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService,
+    Secret, Tcp, Transport,
 };
 pub use options::{Formation, Peers, ReplicaOptions};
 pub use replay::{ReplayError, ReplayRange, replay};
 pub use replica::Replica;
 #[cfg(feature = "fuzzing")]
 pub use replica::lies;
-pub use status::{Member, Role, Status};
+pub use status::{Member, PeerReport, PeerState, Role, Status};
 pub use storage::Storage;
 
 /// Name of a cluster whose config does not name it.

@@ -35,6 +35,8 @@ pub struct Status {
     pub fault: Option<String>,
     /// Why it is in no cluster yet, as far as it knows. It keeps trying.
     pub unjoined: Option<String>,
+    /// While it is in no cluster: what it found at the addresses of its config.
+    pub peers: Vec<PeerReport>,
     /// Why nothing can be written to its log at present (disk full). It resumes by itself.
     pub waiting: Option<String>,
     /// All members, this one included.
@@ -59,6 +61,70 @@ pub enum Role {
     Removed,
     /// Stopped for good, see [`Status::fault`].
     Stopped,
+}
+
+/// What a replica that is in no cluster found at an address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerReport {
+    /// Host and port, or the name to be resolved.
+    pub address: String,
+    /// What was found, for programs.
+    pub state: PeerState,
+    /// What was found, for people.
+    pub detail: String,
+}
+
+/// What is at an address where a replica expects a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PeerState {
+    /// The replica itself.
+    Own,
+    /// A replica that is in no cluster either.
+    Free,
+    /// A member of a cluster.
+    Member,
+    /// Nothing listens there.
+    Refused,
+    /// The name does not resolve.
+    UnknownName,
+    /// No answer in time.
+    TimedOut,
+    /// It is configured for another cluster.
+    OtherCluster,
+    /// It has the id of this replica or of another peer.
+    SameId,
+    /// The two do not share `cluster.secret_file`.
+    WrongSecret,
+    /// This replica's own address, which the config does not list.
+    OwnMissing,
+    /// It answers, but not as a peer.
+    Failed,
+}
+
+impl PeerState {
+    /// Its name in answers of the admin API.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Own => "this-replica",
+            Self::Free => "answers",
+            Self::Member => "member",
+            Self::Refused => "refused",
+            Self::UnknownName => "name-not-found",
+            Self::TimedOut => "timed-out",
+            Self::OtherCluster => "other-cluster",
+            Self::SameId => "same-id",
+            Self::WrongSecret => "wrong-secret",
+            Self::OwnMissing => "own-address-missing",
+            Self::Failed => "failed",
+        }
+    }
+
+    /// Whether it keeps nobody from forming a cluster.
+    #[must_use]
+    pub fn is_fine(self) -> bool {
+        matches!(self, Self::Own | Self::Free | Self::Member)
+    }
 }
 
 /// A member of the cluster.

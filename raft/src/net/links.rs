@@ -15,7 +15,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tonic::{Code, Response, Status};
 
 use super::reachability::Reachability;
-use super::transport::{ConnectError, PeerChannel, Transport};
+use super::transport::{ConnectError, ConnectFailure, PeerChannel, Transport};
 use super::{CONNECT_TIMEOUT, MESSAGE_BYTES_MAX};
 use crate::determinism::watch;
 use crate::identity::ReplicaIdentity;
@@ -50,6 +50,17 @@ pub(crate) enum CallError {
     /// It may have been received; no answer in time.
     #[error("no answer within {0:?}")]
     TimedOut(Duration),
+}
+
+/// Why a call over a connection of its own gave no answer.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CallOnceError {
+    #[error("{0}")]
+    NotConnected(ConnectError),
+    #[error("{}", .0.message())]
+    Failed(Status),
+    #[error("no answer in time")]
+    TimedOut,
 }
 
 /// All peers by id, at their newest known address.
@@ -187,15 +198,15 @@ impl PeerLinks {
         address: &str,
         limit: Duration,
         call: impl AsyncFnOnce(PeerClient) -> Result<Response<T>, Status>,
-    ) -> Result<T, Status> {
+    ) -> Result<T, CallOnceError> {
         let answer = timeout(limit, async {
             let channel = connect(&*self.transport, address).await;
-            let channel = channel.map_err(|error| Status::unavailable(error.why));
-            call(client(channel?)).await
+            let channel = channel.map_err(CallOnceError::NotConnected)?;
+            call(client(channel)).await.map_err(CallOnceError::Failed)
         });
         match answer.await {
             Ok(answer) => answer.map(Response::into_inner),
-            Err(_) => Err(Status::deadline_exceeded("no answer in time")),
+            Err(_) => Err(CallOnceError::TimedOut),
         }
     }
 }
@@ -301,13 +312,13 @@ impl PeerLink {
         let link = self.clone();
         tokio::spawn(async move {
             let connected = connect(&*link.transport, &link.address).await;
-            let is_refused = connected.as_ref().is_err_and(|error| error.is_refused);
+            let is_refused = connected.as_ref().is_err_and(ConnectError::is_refused);
             link.is_refused.store(is_refused, Ordering::Relaxed);
             let next = match connected {
                 Ok(channel) => LinkState::Up { channel, number },
                 Err(error) => LinkState::Down {
                     retry: retry.after_failure(Instant::now()),
-                    why: error.why,
+                    why: format!("connect to {}: {error}", link.address),
                 },
             };
             link.state.send_replace(next);
@@ -359,7 +370,12 @@ pub(crate) fn client(channel: PeerChannel) -> PeerClient {
 async fn connect(transport: &dyn Transport, address: &str) -> Result<PeerChannel, ConnectError> {
     timeout(CONNECT_TIMEOUT, transport.connect(address.to_owned()))
         .await
-        .unwrap_or_else(|_| Err(format!("connect to {address}: no answer").into()))
+        .unwrap_or_else(|_| {
+            Err(ConnectError {
+                why: "no answer in time".to_owned(),
+                kind: ConnectFailure::TimedOut,
+            })
+        })
 }
 
 #[cfg(test)]

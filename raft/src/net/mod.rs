@@ -27,14 +27,14 @@ use std::time::Duration;
 pub(crate) use self::client::Network;
 #[cfg(test)]
 pub(crate) use self::links::client;
-pub(crate) use self::links::{CallError, LinkLane, Peer, PeerClient, PeerLinks};
+pub(crate) use self::links::{CallError, CallOnceError, LinkLane, Peer, PeerClient, PeerLinks};
 pub(crate) use self::reachability::better_leader;
 pub(crate) use self::sender::PeerSender;
 pub use self::tcp::{PeerSecret, Secret, Tcp};
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::tcp::{read_first, write_first};
 pub use self::transport::{
-    ConnectError, PeerChannel, PeerRequest, PeerResponse, PeerService, Transport,
+    ConnectError, ConnectFailure, PeerChannel, PeerRequest, PeerResponse, PeerService, Transport,
 };
 
 /// Largest message on the wire. A batch of entries and a single command are far smaller.

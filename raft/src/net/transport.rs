@@ -25,16 +25,41 @@ pub type PeerService = BoxCloneSyncService<PeerRequest, PeerResponse, std::conve
 pub struct ConnectError {
     /// The reason, for people.
     pub why: String,
-    /// Whether the peer's host answered that nothing listens at the address: the process is gone,
-    /// whereas silence may be the network's.
-    pub is_refused: bool,
+    /// The reason, for programs.
+    pub kind: ConnectFailure,
+}
+
+/// Kind of a failure to connect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConnectFailure {
+    /// The peer's host answered that nothing listens at the address: the process is gone, whereas
+    /// silence may be the network's.
+    Refused,
+    /// The address is a name that does not resolve.
+    UnknownName,
+    /// Nobody answered.
+    TimedOut,
+    /// The two sides do not share a secret.
+    Secret,
+    /// The peer is configured for another cluster.
+    OtherCluster,
+    /// Anything else.
+    Other,
+}
+
+impl ConnectError {
+    /// Whether nothing listens at the address.
+    #[must_use]
+    pub fn is_refused(&self) -> bool {
+        self.kind == ConnectFailure::Refused
+    }
 }
 
 impl From<String> for ConnectError {
     fn from(why: String) -> Self {
         Self {
             why,
-            is_refused: false,
+            kind: ConnectFailure::Other,
         }
     }
 }

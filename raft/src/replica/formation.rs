@@ -22,17 +22,19 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
+use tokio::time::Instant;
 
 use super::ReplicaInner;
 use super::introduction::INFO_TIMEOUT;
 use super::introduction::check_told;
+use super::search::{AskError, LastSeen, Search, SearchLog, mark_doubles, report};
 use crate::determinism::random;
 use crate::error::ChangeError;
 use crate::identity::ClusterBinding;
 use crate::locks::lock;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
-use crate::status::Role;
+use crate::status::{PeerReport, PeerState, Role};
 use crate::types::Node;
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
@@ -53,6 +55,8 @@ struct Discovery {
     peers: BTreeMap<u64, proto::InfoResponse>,
     /// How many replicas there may be, this one included.
     replicas: usize,
+    /// What was found at each address.
+    reports: Vec<PeerReport>,
 }
 
 /// Refuses so few founders that the other peers could found a cluster too.
@@ -117,74 +121,98 @@ impl ReplicaInner {
     }
 
     async fn get_in(&self) {
-        let mut last_problem = String::new();
+        let mut log = SearchLog::new(Instant::now());
+        let mut seen = LastSeen::default();
         while !self.is_member() {
-            let problem = self.look().await.err();
-            let before = std::mem::replace(&mut *lock(&self.unjoined), problem.clone());
-            if before != problem {
+            let mut search = self.look().await;
+            let now = Instant::now();
+            seen.steady(now, &mut search.peers);
+            log.say(now, &search);
+            let is_news = *lock(&self.search) != search;
+            if is_news {
+                *lock(&self.search) = search;
                 self.refresh();
-            }
-            if let Some(problem) = problem
-                && problem != last_problem
-            {
-                tracing::warn!(problem, "not in a cluster yet");
-                last_problem = problem;
             }
             tokio::time::sleep(LOOK_EVERY).await;
         }
     }
 
     /// Polls the peers once and takes the next step.
-    async fn look(&self) -> Result<(), String> {
-        match &self.options.formation {
-            Formation::Join(peers) => {
-                let found = self.find(peers).await;
-                if found.peers.is_empty() {
-                    return Err("no member answers".to_owned());
-                }
-                self.ask_in(&found).await
-            }
-            Formation::Bootstrap { peers, expect, .. } => {
-                // Read before the peers are asked: their answers must be newer than the claim.
-                let claim = self.links.identity.binding();
-                let found = self.find(peers).await;
-                self.drop_dead_claim(claim, &found)?;
-                if found.peers.values().any(|info| info.is_member) {
-                    return self.ask_in(&found).await;
-                }
-                check_majority(*expect, found.replicas)?;
-                let is_lowest = found.peers.keys().all(|id| *id > self.links.identity.id);
-                if is_lowest && found.peers.len() + 1 >= *expect {
-                    return self.found(&found, *expect).await;
-                }
-                Ok(())
-            }
+    async fn look(&self) -> Search {
+        // Read before the peers are asked: their answers must be newer than the claim.
+        let claim = self.links.identity.binding();
+        let peers = match &self.options.formation {
+            Formation::Join(peers) | Formation::Bootstrap { peers, .. } => peers,
+        };
+        let found = self.find(peers).await;
+        let stepped = match &self.options.formation {
+            Formation::Join(_) if found.peers.is_empty() => Err("no member answers".to_owned()),
+            Formation::Join(_) => self.ask_in(&found).await,
+            Formation::Bootstrap { expect, .. } => self.bootstrap(claim, &found, *expect).await,
+        };
+        Search {
+            problem: stepped.err(),
+            peers: found.reports,
+        }
+    }
+
+    async fn bootstrap(
+        &self,
+        claim: ClusterBinding,
+        found: &Discovery,
+        expect: usize,
+    ) -> Result<(), String> {
+        self.drop_dead_claim(claim, found)?;
+        if found.peers.values().any(|info| info.is_member) {
+            return self.ask_in(found).await;
+        }
+        check_majority(expect, found.replicas)?;
+        let answering = found.peers.len() + 1;
+        if answering < expect {
+            return Err(format!(
+                "waiting for {expect} replicas, {answering} of them answer, this one included"
+            ));
+        }
+        match found.peers.keys().next() {
+            Some(lowest) if *lowest < self.links.identity.id => Err(format!(
+                "waiting for replica {lowest}, the lowest id, to found the cluster"
+            )),
+            _ => self.found(found, expect).await,
         }
     }
 
     /// Asks every address who is there.
     async fn find(&self, peers: &Peers) -> Discovery {
-        let addresses = match peers {
-            Peers::List(addresses) => addresses.clone(),
+        let (addresses, unresolved) = match peers {
+            Peers::List(addresses) => (addresses.clone(), None),
             Peers::Dns(name) => match tokio::net::lookup_host(name).await {
-                Ok(addresses) => addresses.map(|address| address.to_string()).collect(),
-                Err(error) => {
-                    tracing::debug!(%error, name, "could not resolve peers");
-                    Vec::new()
-                }
+                Ok(found) => (found.map(|address| address.to_string()).collect(), None),
+                Err(error) => (Vec::new(), Some(error)),
             },
         };
-        let asked = addresses.into_iter().map(|address| async move {
-            let mut info = self.ask(&address).await.ok()?;
-            info.address = address;
-            Some(info)
+        let asked = addresses.iter().map(|address| async move {
+            let mut info = self.ask(address).await?;
+            info.address.clone_from(address);
+            Ok::<_, AskError>(info)
         });
         let answers = join_all(asked).await;
         let identity = &self.links.identity;
+        let mut reports: Vec<_> = (addresses.iter().zip(&answers))
+            .map(|(address, answer)| report(address, answer, identity))
+            .collect();
+        mark_doubles(&mut reports, &answers);
+        if let (Some(error), Peers::Dns(name)) = (unresolved, peers) {
+            reports.push(PeerReport {
+                address: name.clone(),
+                state: PeerState::UnknownName,
+                detail: format!("name not found: {error}"),
+            });
+        }
+        reports.extend(self.own_address_missing(peers, &reports));
         let answered = answers.iter().flatten().map(|info| info.store);
         let stores: BTreeSet<u64> = answered.chain([identity.store]).collect();
         let silent = match peers {
-            Peers::List(_) => answers.iter().filter(|info| info.is_none()).count(),
+            Peers::List(_) => answers.iter().filter(|info| info.is_err()).count(),
             // A name can resolve to several addresses of one replica, and it may not listen on all.
             Peers::Dns(_) => 0,
         };
@@ -195,7 +223,30 @@ impl ReplicaInner {
                 .map(|info| (info.id, info))
                 .collect(),
             replicas: stores.len() + silent,
+            reports,
         }
+    }
+
+    /// Reports that the founders do not include this replica, as far as can be told.
+    fn own_address_missing(&self, peers: &Peers, reports: &[PeerReport]) -> Option<PeerReport> {
+        let Formation::Bootstrap { .. } = &self.options.formation else {
+            return None;
+        };
+        let own = &self.options.advertise;
+        let is_there = reports.iter().any(|peer| peer.state == PeerState::Own);
+        let detail = match peers {
+            _ if is_there => return None,
+            Peers::List(list) if list.contains(own) => return None,
+            Peers::List(_) => "this replica's own address is not in cluster.peers".to_owned(),
+            // One that did not answer may be it.
+            Peers::Dns(_) if reports.iter().any(|peer| !peer.state.is_fine()) => return None,
+            Peers::Dns(name) => format!("{name} does not resolve to this replica's own address"),
+        };
+        Some(PeerReport {
+            address: own.clone(),
+            state: PeerState::OwnMissing,
+            detail,
+        })
     }
 
     /// Frees this replica if the founder that claimed it has given the claim up.
@@ -310,7 +361,7 @@ impl ReplicaInner {
                 }
                 Ok(Some(Outcome::Refused(why))) => problem = why,
                 Ok(_) => problem = "its leader is not known".to_owned(),
-                Err(status) => problem = status.message().to_owned(),
+                Err(error) => problem = error.to_string(),
             }
         }
         Err(problem)

@@ -5,12 +5,14 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use tokio::net::lookup_host;
-use tonic::{Code, Status};
+use tonic::Status;
 
 use super::ReplicaInner;
 use super::peers::check_store;
+use super::search::AskError;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
+use crate::status::PeerState;
 use crate::wire::proto;
 use crate::{DEFAULT_NAME, types};
 
@@ -114,25 +116,26 @@ impl ReplicaInner {
     }
 
     /// Asks the replica at `address` who it is.
-    pub(super) async fn ask(&self, address: &str) -> Result<proto::InfoResponse, String> {
+    pub(super) async fn ask(&self, address: &str) -> Result<proto::InfoResponse, AskError> {
         let request = self.info_request();
         let call = async |mut client: PeerClient| client.info(request).await;
         let answer = self.links.call_once(address, INFO_TIMEOUT, call).await;
-        let info = answer.map_err(|status| {
+        let info = answer.map_err(AskError::from).inspect_err(|error| {
             // It is there but refuses us: somebody has to look at a config.
-            if status.code() == Code::FailedPrecondition && self.refusals.may_say() {
-                tracing::warn!(address, why = status.message(), "peer refused the call");
+            if error.state == PeerState::OtherCluster && self.refusals.may_say() {
+                tracing::warn!(address, why = error.why, "peer refused the call");
             }
-            status.message().to_owned()
         })?;
         let (theirs, ours) = (
             named(&info.cluster_name),
             self.options.cluster_name.as_str(),
         );
         if theirs != ours {
-            return Err(format!(
-                "{address} is configured for cluster {theirs:?}, this replica for {ours:?}"
-            ));
+            let theirs: String = theirs.chars().take(80).collect();
+            return Err(AskError {
+                state: PeerState::OtherCluster,
+                why: format!("configured for cluster {theirs:?}, this replica for {ours:?}"),
+            });
         }
         Ok(info)
     }

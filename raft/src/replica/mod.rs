@@ -9,6 +9,7 @@ pub(crate) mod peers;
 mod propose;
 mod rebuild;
 mod removal;
+mod search;
 #[cfg(test)]
 mod tests;
 mod upkeep;
@@ -30,6 +31,7 @@ use self::leader_contact::LeaderContact;
 use self::peers::SHOWS_STORE;
 #[cfg(feature = "fuzzing")]
 pub use self::peers::lies;
+use self::search::Search;
 use crate::adapter::{Raft, StateMachineAdapter};
 use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
@@ -88,8 +90,8 @@ pub(crate) struct ReplicaInner {
     /// Bounds the log lines about refused calls.
     pub(crate) refusals: LogThrottle,
     pub(crate) is_stopping: AtomicBool,
-    /// Why this replica is in no cluster, by the last attempt to get into one.
-    unjoined: std::sync::Mutex<Option<String>>,
+    /// The last look for a cluster.
+    search: std::sync::Mutex<Search>,
     /// Whether peers say that this replica is no longer a member.
     pub(crate) is_removed: AtomicBool,
     pub(crate) cancel: CancellationToken,
@@ -163,7 +165,7 @@ impl Replica {
             installing: SnapshotInstalls::default(),
             refusals: LogThrottle::default(),
             is_stopping: AtomicBool::new(false),
-            unjoined: std::sync::Mutex::default(),
+            search: std::sync::Mutex::default(),
             is_removed: AtomicBool::new(false),
             cancel,
             tasks: TaskTracker::new(),

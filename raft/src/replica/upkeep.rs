@@ -8,6 +8,7 @@ use std::time::Duration;
 use openraft::Instant as _;
 use openraft::ServerState;
 
+use super::search::Search;
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::files::is_shortage;
@@ -164,6 +165,10 @@ impl ReplicaInner {
             ServerState::Learner => Role::Learner,
         };
         let was_caught_up = self.status.borrow().caught_up;
+        let search = match is_member {
+            true => Search::default(),
+            false => lock(&self.search).clone(),
+        };
         Status {
             id: self.options.id,
             cluster_id: types::cluster_of(metrics.membership_config.membership()),
@@ -180,7 +185,8 @@ impl ReplicaInner {
             caught_up: was_caught_up || self.is_caught_up(metrics),
             is_removed,
             fault,
-            unjoined: (!is_member).then(|| lock(&self.unjoined).clone()).flatten(),
+            unjoined: search.problem,
+            peers: search.peers,
             waiting: self.log.waiting().borrow().clone(),
             members: self.members(metrics),
         }

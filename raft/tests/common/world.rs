@@ -12,8 +12,8 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use http_body::Frame;
 use raft::{
-    ConnectError, MemoryDisk, PeerChannel, PeerRequest, PeerResponse, PeerService, Replica,
-    ReplicaOptions, Status, Storage, Transport, random,
+    ConnectError, ConnectFailure, MemoryDisk, PeerChannel, PeerRequest, PeerResponse, PeerService,
+    Replica, ReplicaOptions, Status, Storage, Transport, random,
 };
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -91,7 +91,7 @@ impl World {
         let address = address(to).to_string();
         let refused = || ConnectError {
             why: "refused".to_owned(),
-            is_refused: true,
+            kind: ConnectFailure::Refused,
         };
         listening.get(&address).cloned().ok_or_else(refused)
     }

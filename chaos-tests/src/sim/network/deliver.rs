@@ -1,6 +1,6 @@
 //! What a message of the simulated network does on arrival.
 
-use raft::{ConnectError, PeerRequest};
+use raft::{ConnectError, ConnectFailure, PeerRequest};
 use tower::ServiceExt;
 
 use super::body::{BodyPiece, WholeBody, hash_of, stream};
@@ -70,7 +70,7 @@ impl NetworkState {
             self.connections.remove(&number);
             Err(ConnectError {
                 why: "connection refused".to_owned(),
-                is_refused: true,
+                kind: ConnectFailure::Refused,
             })
         } else {
             Ok(())

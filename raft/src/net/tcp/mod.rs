@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use hyper_util::rt::TokioIo;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, lookup_host};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
@@ -28,11 +28,12 @@ use tonic::transport::{Channel, Endpoint, Error, Server};
 use tower::{ServiceExt, service_fn};
 
 use self::accept::PeerConnection;
+use self::handshake::HandshakeError;
 pub use self::handshake::{PeerSecret, Secret};
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::handshake::{read_first, write_first};
 use super::CONNECT_TIMEOUT;
-use super::transport::{ConnectError, PeerChannel, PeerService, Transport};
+use super::transport::{ConnectError, ConnectFailure, PeerChannel, PeerService, Transport};
 use crate::locks::lock;
 use crate::log_throttle::LogThrottle;
 
@@ -103,16 +104,48 @@ async fn speak(
     endpoint.connect_with_connector(connector).await
 }
 
-fn connect_error(address: &str, error: &(dyn StdError + 'static)) -> ConnectError {
-    let mut causes = std::iter::successors(Some(error), |error| (*error).source());
-    let is_refused = causes.any(|cause| {
-        let io = cause.downcast_ref::<io::Error>();
-        io.is_some_and(|io| io.kind() == io::ErrorKind::ConnectionRefused)
-    });
-    ConnectError {
-        why: format!("connect to {address}: {error}"),
-        is_refused,
+/// Says why there is no connection. Whether a name resolves is asked only now: it takes as long as
+/// the attempt did.
+async fn connect_error(
+    address: &str,
+    error: &(dyn StdError + Send + Sync + 'static),
+) -> ConnectError {
+    let (kind, why) = failure(error);
+    if kind == ConnectFailure::Other
+        && let Err(unresolved) = lookup_host(address).await
+    {
+        return ConnectError {
+            why: format!("name not found: {unresolved}"),
+            kind: ConnectFailure::UnknownName,
+        };
     }
+    ConnectError { why, kind }
+}
+
+/// The kind of a failure, and its first cause: those after it say less.
+fn failure(error: &(dyn StdError + 'static)) -> (ConnectFailure, String) {
+    let mut causes = std::iter::successors(Some(error), |error| (*error).source());
+    let first = causes.clone().last().unwrap_or(error).to_string();
+    let io = causes.find_map(|cause| match cause.downcast_ref::<HandshakeError>() {
+        Some(HandshakeError::Io(io)) => Some(io),
+        _ => cause.downcast_ref::<io::Error>(),
+    });
+    let kind = match (
+        error.downcast_ref::<HandshakeError>(),
+        io.map(io::Error::kind),
+    ) {
+        (_, Some(io::ErrorKind::ConnectionRefused)) => ConnectFailure::Refused,
+        (_, Some(io::ErrorKind::TimedOut)) => ConnectFailure::TimedOut,
+        (Some(HandshakeError::OtherName { .. }), _) => ConnectFailure::OtherCluster,
+        (
+            Some(HandshakeError::Differs | HandshakeError::HasNone | HandshakeError::WeHaveNone),
+            _,
+        ) => ConnectFailure::Secret,
+        (Some(HandshakeError::Malformed | HandshakeError::Io(_)) | None, _) => {
+            ConnectFailure::Other
+        }
+    };
+    (kind, first)
 }
 
 impl Transport for Tcp {
@@ -127,15 +160,20 @@ impl Transport for Tcp {
             let channel = match secret {
                 None => endpoint.connect().await,
                 Some(secret) => {
-                    let connection = accept::dial(&address, &secret).await;
-                    let connection = connection.map_err(|why| {
-                        accept::log_failure(&refusals, &address, &why);
-                        connect_error(&address, &why)
-                    })?;
+                    let connection = match accept::dial(&address, &secret).await {
+                        Ok(connection) => connection,
+                        Err(why) => {
+                            accept::log_failure(&refusals, &address, &why);
+                            return Err(connect_error(&address, &why).await);
+                        }
+                    };
                     speak(endpoint, connection).await
                 }
             };
-            let channel = channel.map_err(|error| connect_error(&address, &error))?;
+            let channel = match channel {
+                Ok(channel) => channel,
+                Err(error) => return Err(connect_error(&address, &error).await),
+            };
             let broken = |error| tonic::Status::from_error(Box::new(error));
             Ok(PeerChannel::new(channel.map_err(broken)))
         })

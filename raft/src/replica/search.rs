@@ -1,0 +1,238 @@
+//! What a replica that is in no cluster found at the addresses of its config, and when the log says
+//! so.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tonic::Code;
+
+use crate::identity::ReplicaIdentity;
+use crate::net::{CallOnceError, ConnectFailure};
+use crate::status::{PeerReport, PeerState};
+use crate::wire::proto;
+
+/// Time until the first line, and the shortest time between two.
+const SAY_FIRST: Duration = Duration::from_secs(1);
+/// Longest time between two lines, while nothing changes.
+const SAY_RARELY: Duration = Duration::from_secs(60);
+/// How long a peer counts as what it was found to be, if it then does not answer in time.
+const SEEN_FOR: Duration = Duration::from_secs(10);
+
+/// One look for a cluster.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Search {
+    /// Why this replica is in none yet.
+    pub(super) problem: Option<String>,
+    /// What was found at each address.
+    pub(super) peers: Vec<PeerReport>,
+}
+
+impl Search {
+    /// The addresses, each with what was found there, as one text.
+    pub(super) fn shown(&self) -> String {
+        let shown = self
+            .peers
+            .iter()
+            .map(|peer| format!("{}: {}", peer.address, peer.detail));
+        shown.collect::<Vec<_>>().join("; ")
+    }
+}
+
+/// Why a peer did not introduce itself.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{why}")]
+pub(super) struct AskError {
+    pub(super) state: PeerState,
+    pub(super) why: String,
+}
+
+impl From<CallOnceError> for AskError {
+    fn from(error: CallOnceError) -> Self {
+        let state = match &error {
+            CallOnceError::NotConnected(error) => match error.kind {
+                ConnectFailure::Refused => PeerState::Refused,
+                ConnectFailure::UnknownName => PeerState::UnknownName,
+                ConnectFailure::TimedOut => PeerState::TimedOut,
+                ConnectFailure::Secret => PeerState::WrongSecret,
+                ConnectFailure::OtherCluster => PeerState::OtherCluster,
+                ConnectFailure::Other => PeerState::Failed,
+            },
+            CallOnceError::TimedOut => PeerState::TimedOut,
+            CallOnceError::Failed(status) => match status.code() {
+                Code::FailedPrecondition => PeerState::OtherCluster,
+                Code::Unauthenticated => PeerState::WrongSecret,
+                _ => PeerState::Failed,
+            },
+        };
+        let why = error.to_string();
+        Self { state, why }
+    }
+}
+
+/// Says what was found at `address`.
+pub(super) fn report(
+    address: &str,
+    answer: &Result<proto::InfoResponse, AskError>,
+    own: &ReplicaIdentity,
+) -> PeerReport {
+    let (state, detail) = match answer {
+        Err(error) => (error.state, error.why.clone()),
+        Ok(info) if info.store == own.store => (PeerState::Own, "this replica".to_owned()),
+        Ok(info) if info.id == own.id => (
+            PeerState::SameId,
+            format!("another replica with node.id {}, as this one", info.id),
+        ),
+        Ok(info) if info.is_member => (
+            PeerState::Member,
+            format!("replica {}, in a cluster", info.id),
+        ),
+        Ok(info) => (
+            PeerState::Free,
+            format!("replica {}, in no cluster yet", info.id),
+        ),
+    };
+    PeerReport {
+        address: address.to_owned(),
+        state,
+        detail,
+    }
+}
+
+/// Marks peers that share an id with each other: only one of them can be in a cluster.
+pub(super) fn mark_doubles(
+    reports: &mut [PeerReport],
+    answers: &[Result<proto::InfoResponse, AskError>],
+) {
+    let mut first: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
+    for (nth, info) in answers.iter().enumerate() {
+        let Ok(info) = info else { continue };
+        let (store, other) = *first.entry(info.id).or_insert((info.store, nth));
+        let is_peer = matches!(reports[nth].state, PeerState::Free | PeerState::Member);
+        if is_peer && store != info.store {
+            let other = &reports[other].address;
+            let detail = format!("replica {}, as the one at {other}", info.id);
+            reports[nth].state = PeerState::SameId;
+            reports[nth].detail = detail;
+        }
+    }
+}
+
+/// What was found at each address lately, so that one slow answer changes nothing.
+#[derive(Debug, Default)]
+pub(super) struct LastSeen(BTreeMap<String, (Instant, PeerReport)>);
+
+impl LastSeen {
+    /// Replaces reports of no answer by what was found there within [`SEEN_FOR`].
+    pub(super) fn steady(&mut self, now: Instant, reports: &mut [PeerReport]) {
+        for report in reports {
+            let seen = self.0.get(&report.address);
+            match seen.filter(|(at, _)| now.duration_since(*at) < SEEN_FOR) {
+                Some((_, seen)) if report.state == PeerState::TimedOut => *report = seen.clone(),
+                _ if report.state == PeerState::TimedOut => {}
+                _ => drop(self.0.insert(report.address.clone(), (now, report.clone()))),
+            }
+        }
+    }
+}
+
+/// When the log says why a replica is in no cluster yet: after a second, then ever more rarely, and
+/// anew when the reason changes.
+#[derive(Debug)]
+pub(super) struct SearchLog {
+    began: Instant,
+    last: Instant,
+    gap: Duration,
+    said: Option<Search>,
+}
+
+impl SearchLog {
+    pub(super) fn new(now: Instant) -> Self {
+        Self {
+            began: now,
+            last: now,
+            gap: SAY_FIRST,
+            said: None,
+        }
+    }
+
+    /// Logs what a look found, if it is time to.
+    pub(super) fn say(&mut self, now: Instant, search: &Search) {
+        let Some(problem) = &search.problem else {
+            return;
+        };
+        if self.is_due(now, search) {
+            let waited_s = now.duration_since(self.began).as_secs();
+            let peers = search.shown();
+            tracing::warn!(problem, peers, waited_s, "not in a cluster yet");
+        }
+    }
+
+    fn is_due(&mut self, now: Instant, search: &Search) -> bool {
+        let is_news = self.said.as_ref().is_some_and(|said| said != search);
+        let gap = if is_news { SAY_FIRST } else { self.gap };
+        if now.duration_since(self.last) < gap {
+            return false;
+        }
+        self.gap = (gap * 2).min(SAY_RARELY);
+        self.last = now;
+        self.said = Some(search.clone());
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(problem: &str) -> Search {
+        Search {
+            problem: Some(problem.to_owned()),
+            peers: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn one_slow_answer_changes_nothing() {
+        let report = |state, detail: &str| PeerReport {
+            address: "a:1".to_owned(),
+            state,
+            detail: detail.to_owned(),
+        };
+        let refused = report(PeerState::Refused, "connection refused");
+        let silent = report(PeerState::TimedOut, "no answer in time");
+        let start = Instant::now();
+        let mut seen = LastSeen::default();
+        let mut steady = |after: Duration, report: &PeerReport| {
+            let mut reports = [report.clone()];
+            seen.steady(start + after, &mut reports);
+            reports[0].state
+        };
+        assert_eq!(steady(Duration::ZERO, &silent), PeerState::TimedOut);
+        assert_eq!(steady(Duration::ZERO, &refused), PeerState::Refused);
+        assert_eq!(steady(SEEN_FOR / 2, &silent), PeerState::Refused);
+        assert_eq!(steady(SEEN_FOR, &silent), PeerState::TimedOut);
+    }
+
+    #[test]
+    fn a_reason_is_said_ever_more_rarely_and_a_new_one_at_once() {
+        let start = Instant::now();
+        let mut log = SearchLog::new(start);
+        let mut said = Vec::new();
+        let at = |tenths: u64| start + Duration::from_millis(100 * tenths);
+        for tenths in 0..2500 {
+            if log.is_due(at(tenths), &found("a")) {
+                said.push(tenths / 10);
+            }
+        }
+        assert_eq!(said, [1, 3, 7, 15, 31, 63, 123, 183, 243]);
+        assert!(log.is_due(at(2500), &found("b")));
+        assert!(
+            !log.is_due(at(2505), &found("a")),
+            "one line a second at most"
+        );
+        assert!(log.is_due(at(2510), &found("a")));
+        assert!(!log.is_due(at(2529), &found("a")));
+        assert!(log.is_due(at(2530), &found("a")));
+    }
+}
