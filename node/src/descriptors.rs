@@ -61,9 +61,12 @@ pub fn fit(limits: &mut LimitsConfig, descriptors: u64) {
     tracing::warn!(
         descriptors,
         wanted = wanted(connections, requests),
+        configured_connections = connections,
+        configured_requests = requests,
         max_connections = limits.max_connections,
         max_requests = limits.max_requests,
-        "too few descriptors for the limits of the config: they are lower now (LimitNOFILE, ulimit -n)"
+        "too few descriptors for limits.max_connections and limits.max_requests: they are lower now \
+         (LimitNOFILE, ulimit -n)"
     );
 }
 

@@ -2,46 +2,70 @@
 
 use std::io::IsTerminal;
 
+use anyhow::Context as _;
 use api::proxy::{ACCESS_TARGET, LoggedRequests};
-use tracing_subscriber::EnvFilter;
+use api::settings::Form as _;
+use tracing_subscriber::{EnvFilter, reload};
 
-use crate::config::{LogConfig, LogFormat, Parsed};
+use crate::config::{LogConfig, LogFilter, LogFormat, Parsed};
 
 /// Default filter for dependencies that log each step of their work, each failed heartbeat of a
 /// peer known to be down, or each connection reset by a client. A filter that names them takes
 /// precedence.
 const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,tonic=warn";
 
+/// Changes the filter of the log while it is written.
+pub struct LogLevel {
+    access: LoggedRequests,
+    reload: Box<dyn Fn(EnvFilter) -> Result<(), reload::Error> + Send + Sync>,
+}
+
+impl LogLevel {
+    /// Filters by `level` from here on.
+    ///
+    /// # Errors
+    /// If it does not parse.
+    pub fn set(&self, level: &str) -> anyhow::Result<()> {
+        Ok((self.reload)(filter(level, self.access)?)?)
+    }
+}
+
 /// Sets up logging for the whole process. Call it once, from a program's `main`. A library or test
 /// that embeds a replica sets up its own logging, or none.
 ///
 /// # Errors
 /// If the filter does not parse, or logging is set up already.
-pub fn init(log: &LogConfig) -> anyhow::Result<()> {
-    let filter = filter(log)?;
+pub fn init(log: &LogConfig) -> anyhow::Result<LogLevel> {
+    let filter = filter(&log.level, log.access)?;
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr);
-    let outcome = if log.format == LogFormat::Json {
-        lines
-            .json()
-            .flatten_event(true)
-            .with_current_span(false)
-            .try_init()
+    let access = log.access;
+    let (outcome, level) = if log.format == LogFormat::Json {
+        let lines = lines.json().flatten_event(true).with_current_span(false);
+        let lines = lines.with_filter_reloading();
+        let handle = lines.reload_handle();
+        let reload = Box::new(move |filter| handle.reload(filter));
+        (lines.try_init(), LogLevel { access, reload })
     } else {
-        lines.with_ansi(std::io::stderr().is_terminal()).try_init()
+        let lines = lines.with_ansi(std::io::stderr().is_terminal());
+        let lines = lines.with_filter_reloading();
+        let handle = lines.reload_handle();
+        let reload = Box::new(move |filter| handle.reload(filter));
+        (lines.try_init(), LogLevel { access, reload })
     };
-    outcome.map_err(|error| anyhow::anyhow!("set up logging: {error}"))
+    outcome.map_err(|error| anyhow::anyhow!("set up logging: {error}"))?;
+    Ok(level)
 }
 
 /// The filter of a config. A level does not hold back the access log, which has its own setting; a
 /// filter that names its target does.
-fn filter(log: &LogConfig) -> anyhow::Result<EnvFilter> {
-    let access = match log.access {
+fn filter(level: &str, access: LoggedRequests) -> anyhow::Result<EnvFilter> {
+    let access = match access {
         LoggedRequests::Off => "off",
         LoggedRequests::Errors | LoggedRequests::All => "info",
     };
-    let filter = format!("{QUIET},{ACCESS_TARGET}={access},{}", *log.level);
+    let filter = format!("{QUIET},{ACCESS_TARGET}={access},{level}");
     Ok(EnvFilter::builder().parse(filter)?)
 }
 
@@ -51,7 +75,13 @@ fn filter(log: &LogConfig) -> anyhow::Result<EnvFilter> {
 /// # Errors
 /// See [`init`].
 pub fn init_for_command(default: &str) -> anyhow::Result<()> {
-    let filter = std::env::var("QUORATE_LOG__LEVEL").unwrap_or_else(|_| default.to_owned());
+    let filter = match std::env::var("QUORATE_LOG__LEVEL") {
+        Ok(told) => LogFilter::read(&told).with_context(|| {
+            let expected = LogFilter::EXPECTED;
+            format!("QUORATE_LOG__LEVEL is {told:?}, expected {expected}")
+        })?,
+        Err(_) => default.to_owned(),
+    };
     let format = match std::env::var("QUORATE_LOG__FORMAT").as_deref() {
         Ok("json") => LogFormat::Json,
         _ => LogFormat::Human,
@@ -62,7 +92,8 @@ pub fn init_for_command(default: &str) -> anyhow::Result<()> {
         format,
         level,
         access,
-    })
+    })?;
+    Ok(())
 }
 
 #[cfg(test)]
@@ -72,16 +103,9 @@ mod tests {
 
     use super::*;
 
-    fn log(level: &str, access: LoggedRequests) -> LogConfig {
-        LogConfig {
-            level: Parsed(level.to_owned()),
-            access,
-            ..LogConfig::default()
-        }
-    }
-
-    fn with_filter(log: &LogConfig, is_told: impl FnOnce() -> bool) -> bool {
-        let lines = tracing_subscriber::fmt().with_env_filter(filter(log).unwrap());
+    fn with_filter(level: &str, access: LoggedRequests, is_told: impl FnOnce() -> bool) -> bool {
+        let filter = filter(level, access).unwrap();
+        let lines = tracing_subscriber::fmt().with_env_filter(filter);
         with_default(lines.finish(), is_told)
     }
 
@@ -89,7 +113,7 @@ mod tests {
     fn the_access_log_has_a_setting_of_its_own() {
         let is_told = |level: &str, access| {
             let is_told = || tracing::enabled!(target: ACCESS_TARGET, Level::INFO);
-            with_filter(&log(level, access), is_told)
+            with_filter(level, access, is_told)
         };
         assert!(is_told("error", LoggedRequests::All));
         assert!(is_told("info", LoggedRequests::Errors));
@@ -101,7 +125,7 @@ mod tests {
     fn what_clients_can_make_h2_say_is_told_only_where_it_is_asked_for() {
         let is_told = |told: &str| {
             let is_told = || tracing::enabled!(target: "h2::proto::streams::streams", Level::WARN);
-            with_filter(&log(told, LoggedRequests::Off), is_told)
+            with_filter(told, LoggedRequests::Off, is_told)
         };
         assert!(!is_told("info"));
         assert!(!is_told("debug"));

@@ -9,10 +9,10 @@ use serde_json::Value;
 use state::Registry;
 use state::ids::LogIndex;
 
+use super::AdminState;
 use super::answer::{QueryParams, ReadQuery, at_level, json};
-use super::{Admin, AdminState};
 use crate::error::Problem;
-use crate::settings::{self, SettingKey};
+use crate::settings::{self, FileSettings, SettingKey};
 
 #[derive(Serialize)]
 struct ConfigResponse {
@@ -42,23 +42,24 @@ pub(super) async fn show(
     // The index is read first, so the settings are at least as new.
     let index = admin.view.applied();
     let registry = admin.view.registry();
-    let differences = admin.file.differences(&registry);
+    let file = admin.file.now();
+    let differences = file.differences(&registry);
     let differences = differences.iter().map(|it| it.key.to_string());
     Ok(json(&ConfigResponse {
         index,
         differences: differences.collect(),
-        keys: keys(&admin, &registry),
+        keys: keys(&file, &registry),
     }))
 }
 
-fn keys(admin: &Admin, registry: &Registry) -> BTreeMap<String, KeyDetail> {
+fn keys(file: &FileSettings, registry: &Registry) -> BTreeMap<String, KeyDetail> {
     let in_effect = settings::in_effect(registry);
-    let all: BTreeSet<&SettingKey> = admin.file.stated.keys().chain(in_effect.keys()).collect();
+    let all: BTreeSet<&SettingKey> = file.stated.keys().chain(in_effect.keys()).collect();
     let replicated = all.into_iter().map(|key| {
         let value = in_effect.get(key).cloned().unwrap_or_default();
         let detail = KeyDetail {
             scope: "cluster",
-            file: admin.file.stated.get(key).cloned().unwrap_or_default(),
+            file: file.stated.get(key).cloned().unwrap_or_default(),
             cluster: match is_set(key, registry) {
                 true => value.clone(),
                 false => Value::Null,
@@ -67,7 +68,7 @@ fn keys(admin: &Admin, registry: &Registry) -> BTreeMap<String, KeyDetail> {
         };
         (key.to_string(), detail)
     });
-    let local = admin.file.local.iter().map(|(key, setting)| {
+    let local = file.local.iter().map(|(key, setting)| {
         let value = setting.value.clone();
         let detail = KeyDetail {
             scope: "replica",

@@ -90,6 +90,11 @@ impl ProbeClient {
         })
     }
 
+    /// Authorizes what is asked from here on.
+    pub(crate) fn authorize(&mut self, authorization: Option<HeaderValue>) {
+        self.authorization = authorization;
+    }
+
     /// Sends `GET path` and returns an answer with a body of at most `body_bytes_max` bytes.
     pub(crate) async fn get(
         &mut self,

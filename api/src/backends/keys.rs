@@ -7,12 +7,15 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use http::HeaderValue;
 
-/// The `authorization` header for each engine that requires one.
-#[derive(Clone, Default, PartialEq, Eq)]
-pub struct EngineKeys(BTreeMap<String, EngineKey>);
+/// The `authorization` header for each engine that requires one. Clones are the same set, which can
+/// be replaced while it is used.
+#[derive(Clone, Default)]
+pub struct EngineKeys(Arc<ArcSwap<BTreeMap<String, EngineKey>>>);
 
 #[derive(Clone, PartialEq, Eq)]
 struct EngineKey {
@@ -41,25 +44,42 @@ impl EngineKeys {
             authorization,
             is_for_requests: requests,
         };
-        self.0.insert(id.to_owned(), key);
+        let mut keys = BTreeMap::clone(&self.0.load());
+        keys.insert(id.to_owned(), key);
+        self.0.store(Arc::new(keys));
+    }
+
+    /// Uses the keys that `other` has now, and no others.
+    pub fn replace(&self, other: &Self) {
+        self.0.store(other.0.load_full());
     }
 
     /// Returns the key for the replica's own requests to the backend `id` at `url`.
-    pub(crate) fn of_probes(&self, id: &str, url: &str) -> Option<&HeaderValue> {
-        self.of(id, url).map(|key| &key.authorization)
+    pub(crate) fn of_probes(&self, id: &str, url: &str) -> Option<HeaderValue> {
+        self.of(id, url).map(|key| key.authorization)
     }
 
     /// Returns the key that client requests to the backend `id` at `url` carry instead of their
     /// own.
-    pub(crate) fn of_requests(&self, id: &str, url: &str) -> Option<&HeaderValue> {
+    pub(crate) fn of_requests(&self, id: &str, url: &str) -> Option<HeaderValue> {
         let key = self.of(id, url).filter(|key| key.is_for_requests);
-        key.map(|key| &key.authorization)
+        key.map(|key| key.authorization)
     }
 
-    fn of(&self, id: &str, url: &str) -> Option<&EngineKey> {
-        self.0.get(id).filter(|key| key.url == bare(url))
+    fn of(&self, id: &str, url: &str) -> Option<EngineKey> {
+        let keys = self.0.load();
+        keys.get(id).filter(|key| key.url == bare(url)).cloned()
     }
 }
+
+/// Whether both hold the same keys.
+impl PartialEq for EngineKeys {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.load().as_ref() == other.0.load().as_ref()
+    }
+}
+
+impl Eq for EngineKeys {}
 
 fn bare(url: &str) -> &str {
     url.trim_end_matches('/')
@@ -67,7 +87,7 @@ fn bare(url: &str) -> &str {
 
 impl fmt::Debug for EngineKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "EngineKeys({} keys)", self.0.len())
+        write!(f, "EngineKeys({} keys)", self.0.load().len())
     }
 }
 
@@ -103,5 +123,13 @@ mod tests {
             assert_eq!(keys.of_probes(id, url), None, "{id} {url}");
         }
         assert_eq!(format!("{keys:?}"), "EngineKeys(2 keys)");
+        let user = keys.clone();
+        let mut later = EngineKeys::default();
+        later.add("gpu-2", two, HeaderValue::from_static("Bearer three"));
+        assert_ne!(user, later);
+        keys.replace(&later);
+        assert_eq!(user.of_requests("gpu-2", two).unwrap(), "Bearer three");
+        assert_eq!(user.of_probes("gpu-1", one), None);
+        assert_eq!(user, later);
     }
 }

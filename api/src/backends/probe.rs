@@ -7,8 +7,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::StatusCode;
-
+use http::{HeaderValue, StatusCode};
 use state::{Backend, StateView};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
@@ -82,8 +81,7 @@ pub(super) async fn supervise(
 impl Probe {
     async fn run(self) {
         let settings = &self.backends.settings;
-        let key = settings.keys.of_probes(&self.id, &self.url);
-        let client = || ProbeClient::new(&self.url, key.cloned(), settings.timeout);
+        let client = || ProbeClient::new(&self.url, self.key(), settings.timeout);
         match (client(), client()) {
             (Ok(liveness), Ok(words)) => {
                 tokio::join!(self.watch_liveness(liveness), self.watch_words(words));
@@ -95,9 +93,16 @@ impl Probe {
         }
     }
 
+    /// Its key may be replaced while it is probed.
+    fn key(&self) -> Option<HeaderValue> {
+        let keys = &self.backends.settings.keys;
+        keys.of_probes(&self.id, &self.url)
+    }
+
     async fn watch_liveness(&self, mut client: ProbeClient) {
         let mut path = HealthPath::new(self.backends.settings.health_path.clone());
         loop {
+            client.authorize(self.key());
             match path.probe(&mut client).await {
                 Ok(()) => self.stay.passed(),
                 Err(UnhealthyError::Engine(fault, why)) => self.stay.failed(fault, why),
@@ -119,6 +124,7 @@ impl Probe {
         let mut memory = FactsMemory::default();
         let mut models_due = Instant::now();
         loop {
+            client.authorize(self.key());
             let metrics = self.scrape(&mut client).await;
             let mut saw = EngineReading {
                 models: None,

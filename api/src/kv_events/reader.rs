@@ -145,7 +145,7 @@ async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
     parts.board.show(slot, BackendStreams::default());
     let found = loop {
         let key = parts.backends.keys();
-        let key = key.of_probes(&backend.spec.id, &backend.spec.url).cloned();
+        let key = key.of_probes(&backend.spec.id, &backend.spec.url);
         match source::find(backend, key).await {
             Ok(found) => break found,
             Err(why) => {

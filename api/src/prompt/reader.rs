@@ -421,7 +421,7 @@ impl PromptReader {
             let headers = request.headers_mut();
             headers.insert(HOST, endpoint.host().clone());
             headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-            if let Some(authorization) = key {
+            if let Some(authorization) = &key {
                 headers.insert(AUTHORIZATION, authorization.clone());
             }
             request

@@ -372,7 +372,7 @@ async fn send(
         version: asked.head.version,
         request_id: &asked.request_id,
         forward_credentials: proxy.settings.api_keys.is_none(),
-        engine_key,
+        engine_key: engine_key.as_ref(),
         strip: &proxy.settings.strip_headers,
     };
     let build = || {

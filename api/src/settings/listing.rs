@@ -6,7 +6,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use serde_json::Value;
 use state::Registry;
 use state::admission::AdmissionSettings;
@@ -229,6 +231,29 @@ pub struct FileSettings {
     pub stated: SettingValues,
     /// Settings that count at this replica alone, by key.
     pub local: BTreeMap<String, LocalSetting>,
+}
+
+/// The [`FileSettings`] of a replica whose config can be reloaded. Clones are the same.
+#[derive(Debug, Clone, Default)]
+pub struct SharedFileSettings(Arc<ArcSwap<FileSettings>>);
+
+impl SharedFileSettings {
+    /// Creates those of a replica that starts.
+    #[must_use]
+    pub fn new(settings: FileSettings) -> Self {
+        Self(Arc::new(ArcSwap::from_pointee(settings)))
+    }
+
+    /// Returns them as they are now.
+    #[must_use]
+    pub fn now(&self) -> Arc<FileSettings> {
+        self.0.load_full()
+    }
+
+    /// Replaces them.
+    pub fn replace(&self, settings: FileSettings) {
+        self.0.store(Arc::new(settings));
+    }
 }
 
 /// A setting of one replica.

@@ -17,7 +17,7 @@ pub use form::{
 };
 pub use listing::{
     Difference, FileSettings, LocalSetting, ReplicatedSettings, SettingKey, SettingValues,
-    differences, in_effect, url_of,
+    SharedFileSettings, differences, in_effect, url_of,
 };
 pub use schema::{
     SettingFault, expected, fit, join, properties, required, schema_of, simplify, table, valid_part,

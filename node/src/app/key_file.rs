@@ -50,13 +50,18 @@ impl WatchedKeyFile {
             return;
         }
         self.seen = stamp;
-        match read(&self.file) {
-            Ok(told) => {
-                self.keys.replace(told);
-                tracing::info!(keys = ?self.keys, "reloaded API keys");
-            }
-            Err(why) => tracing::warn!(why, "could not reload API keys; keeping the old ones"),
+        read_api_keys(&self.file, &self.keys);
+    }
+}
+
+/// Has the keys in `file` served from here on. An unreadable file changes nothing.
+pub(crate) fn read_api_keys(file: &Path, keys: &ApiKeys) {
+    match read(file) {
+        Ok(told) => {
+            keys.replace(told);
+            tracing::info!(?keys, "reloaded API keys");
         }
+        Err(why) => tracing::error!(why, "could not reload API keys; keeping the old ones"),
     }
 }
 

@@ -12,6 +12,7 @@ pub(crate) mod fuzzing;
 mod log;
 mod read;
 mod recover;
+mod reload;
 mod serve;
 mod settings;
 mod source;

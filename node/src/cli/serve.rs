@@ -1,10 +1,12 @@
-//! `quorate serve`: runs one replica until a signal says to leave. SIGHUP is not such a signal.
+//! `quorate serve`: runs one replica until SIGTERM or SIGINT. SIGHUP reloads its config, and other
+//! signals that would end a process by default are ignored.
 
 use std::process::ExitCode;
 
 use lab::terminal;
 use tokio::signal::unix::{SignalKind, signal};
 
+use super::reload::{self, ConfigReload};
 use super::source::ConfigSource;
 use crate::app::{App, ShutdownHandle};
 use crate::{descriptors, memory, private, telemetry};
@@ -22,8 +24,9 @@ pub(super) struct ServeArgs {
 
 /// Runs the replica.
 pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
-    let mut config = args.config.load_with(args.backend)?.config;
-    telemetry::init(&config.log)?;
+    let (source, backends) = (args.config, args.backend);
+    let mut config = source.clone().load_with(backends.clone())?.config;
+    let level = telemetry::init(&config.log)?;
     descriptors::fit(&mut config.limits, descriptors::raise());
     memory::fit(&mut config.limits, memory::limit());
     private::keep_new_files_private();
@@ -35,22 +38,24 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     }
     super::block_on(async {
         let shutdown = ShutdownHandle::new();
-        let app = App::build(config)?;
+        let hangups = signal(SignalKind::hangup())?;
+        for kind in [SignalKind::user_defined1(), SignalKind::user_defined2()] {
+            tokio::spawn(reload::ignore(signal(kind)?, kind));
+        }
         let mut interrupts = signal(SignalKind::interrupt())?;
         let mut terminations = signal(SignalKind::terminate())?;
+        let reloaded = config.clone();
+        let app = App::build(config)?;
+        let reload = ConfigReload::new((source, backends), &reloaded, level, app.file_settings());
+        tokio::spawn(reload.follow(hangups));
         let running = tokio::spawn(app.run(shutdown.clone()));
         tokio::pin!(running);
-        let mut hangups = signal(SignalKind::hangup())?;
         let mut signals = 0;
         loop {
             tokio::select! {
                 outcome = &mut running => {
                     outcome??;
                     return Ok(ExitCode::SUCCESS);
-                }
-                _ = hangups.recv() => {
-                    tracing::info!("ignoring SIGHUP: changed files are reloaded automatically");
-                    continue;
                 }
                 _ = interrupts.recv() => signals += 1,
                 _ = terminations.recv() => signals += 1,

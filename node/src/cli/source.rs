@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::config::{Loaded, Origin, load};
 
 /// Where the config comes from; the same for all commands that need one.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Clone, clap::Args)]
 pub(super) struct ConfigSource {
     /// Config file in TOML
     #[arg(long, value_name = "FILE")]

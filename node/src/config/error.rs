@@ -81,6 +81,13 @@ impl ConfigErrors {
         out
     }
 
+    /// Returns file, line and column of a byte of the text.
+    #[must_use]
+    pub fn line(&self, at: usize) -> String {
+        let (line, column) = line_and_column(&self.text, at);
+        format!("{}:{line}:{column}", self.file)
+    }
+
     fn report(&self, error: &ConfigError) -> miette::Report {
         let diagnostic = match &error.place {
             Place::File(span) => MietteDiagnostic::new(error.message.clone()).with_label(

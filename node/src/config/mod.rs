@@ -46,7 +46,7 @@ use self::read::{Layers, Settings};
 pub use api::settings::Parsed;
 pub use error::{ConfigError, ConfigErrors, Place};
 pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig};
-pub(crate) use form::values;
+pub(crate) use form::{LogFilter, values};
 pub use print::print;
 pub use schema::schema;
 pub use traffic::{

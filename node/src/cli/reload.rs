@@ -1,0 +1,293 @@
+//! SIGHUP: reads the config again and takes what a running replica can change. What it cannot is
+//! named, so that nobody believes it to be in effect.
+
+use std::collections::BTreeMap;
+
+use api::backends::EngineKeys;
+use api::proxy::ApiKeys;
+use api::settings::{FileSettings, LocalSetting, SettingKey, SharedFileSettings};
+use serde_json::Value;
+use tokio::signal::unix::{Signal, SignalKind};
+
+use super::source::ConfigSource;
+use crate::app::read_api_keys;
+use crate::config::{Config, ConfigErrors, Place};
+use crate::telemetry::LogLevel;
+
+/// What a change of a setting comes to while a replica runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Effect {
+    /// It is in effect from here on.
+    Taken,
+    /// It is replicated: the cluster keeps its own value.
+    ClusterKeeps,
+    /// It is read at start.
+    NeedsRestart,
+}
+
+/// A key with another value than before.
+#[derive(Debug, Clone, PartialEq)]
+struct ChangedSetting {
+    key: String,
+    before: Value,
+    after: Value,
+    effect: Effect,
+}
+
+/// Reloads the config of a running replica.
+pub(super) struct ConfigReload {
+    source: ConfigSource,
+    /// URLs of the command line.
+    backends: Vec<String>,
+    level: LogLevel,
+    api_keys: Option<ApiKeys>,
+    engine_keys: EngineKeys,
+    /// As the admin API shows it: what is in effect here, and what the config states for clusters.
+    file: SharedFileSettings,
+}
+
+impl ConfigReload {
+    /// Reloads from `source` for the replica that runs with `config`.
+    pub(super) fn new(
+        (source, backends): (ConfigSource, Vec<String>),
+        config: &Config,
+        level: LogLevel,
+        file: SharedFileSettings,
+    ) -> Self {
+        Self {
+            source,
+            backends,
+            level,
+            api_keys: config.api_keys.clone(),
+            engine_keys: config.engine_keys.clone(),
+            file,
+        }
+    }
+
+    /// Reloads at every signal, for as long as it runs.
+    pub(super) async fn follow(mut self, mut hangups: Signal) {
+        while hangups.recv().await.is_some() {
+            let (source, backends) = (self.source.clone(), self.backends.clone());
+            // Tokenizers may be large.
+            match tokio::task::spawn_blocking(move || source.load_with(backends)).await {
+                Ok(Ok(loaded)) => self.take(&loaded.config),
+                Ok(Err(error)) => tell_faults(&error),
+                Err(error) => tracing::error!(%error, "could not reload the config"),
+            }
+        }
+    }
+
+    fn take(&mut self, config: &Config) {
+        let running = self.file.now();
+        let changes = changes(&running, &config.file);
+        for change in &changes {
+            tell(change);
+        }
+        let is_changed = |key: &str| changes.iter().any(|change| change.key == key);
+        if is_changed("log.level")
+            && let Err(error) = self.level.set(&config.log.level)
+        {
+            tracing::error!(%error, "could not change the log level");
+        }
+        if self.engine_keys != config.engine_keys {
+            self.engine_keys.replace(&config.engine_keys);
+            tracing::info!(keys = ?self.engine_keys, "reloaded keys of engines");
+        }
+        if let (Some(keys), Some(file)) = (&self.api_keys, &config.users.api_keys_file)
+            && !is_changed("users.api_keys_file")
+        {
+            read_api_keys(file, keys);
+        }
+        let count = |effect| changes.iter().filter(|it| it.effect == effect).count();
+        let (taken, need_restart) = (count(Effect::Taken), count(Effect::NeedsRestart));
+        self.file.replace(in_effect(&running, config, &changes));
+        tracing::info!(taken, need_restart, "reloaded the config");
+    }
+}
+
+/// Logs a signal that has no meaning here, and stays.
+pub(super) async fn ignore(mut signals: Signal, kind: SignalKind) {
+    while signals.recv().await.is_some() {
+        let signal = kind.as_raw_value();
+        tracing::info!(signal, "ignored a signal: SIGHUP reloads, SIGTERM drains");
+    }
+}
+
+fn tell(change: &ChangedSetting) {
+    let ChangedSetting {
+        key, before, after, ..
+    } = change;
+    let (before, after) = (before.to_string(), after.to_string());
+    match change.effect {
+        Effect::Taken => tracing::info!(key, before, after, "setting changed"),
+        Effect::ClusterKeeps => tracing::warn!(
+            key,
+            before,
+            after,
+            "changed in the config, the cluster keeps its own value: see `quorate config diff`"
+        ),
+        Effect::NeedsRestart => tracing::warn!(
+            key,
+            before,
+            after,
+            "changed in the config, takes effect at a restart"
+        ),
+    }
+}
+
+fn tell_faults(error: &anyhow::Error) {
+    let Some(faults) = error.downcast_ref::<ConfigErrors>() else {
+        tracing::error!(%error, "could not reload the config; keeping the old one");
+        return;
+    };
+    for fault in &faults.errors {
+        let place = match &fault.place {
+            Place::File(span) => faults.line(span.start),
+            Place::Variable(name) => name.clone(),
+            Place::Flag(flag) => format!("--set {flag}"),
+            Place::Nowhere => faults.file.clone(),
+        };
+        let (fault, expected) = (&fault.message, &fault.expected);
+        tracing::error!(
+            fault,
+            expected,
+            place,
+            "could not reload the config; keeping the old one"
+        );
+    }
+}
+
+/// What a config has otherwise than the one that is running.
+fn changes(running: &FileSettings, new: &FileSettings) -> Vec<ChangedSetting> {
+    let local = differing(values(&running.local), values(&new.local));
+    let local = local.map(|(key, before, after)| {
+        let effect = effect(&key);
+        ChangedSetting {
+            key,
+            before,
+            after,
+            effect,
+        }
+    });
+    let stated = differing(by_name(running), by_name(new));
+    let stated = stated.map(|(key, before, after)| ChangedSetting {
+        key,
+        before,
+        after,
+        effect: Effect::ClusterKeeps,
+    });
+    local.chain(stated).collect()
+}
+
+fn values(local: &BTreeMap<String, LocalSetting>) -> BTreeMap<String, Value> {
+    let values = local.iter();
+    values
+        .map(|(key, setting)| (key.clone(), setting.value.clone()))
+        .collect()
+}
+
+fn by_name(settings: &FileSettings) -> BTreeMap<String, Value> {
+    let stated = settings.stated.iter();
+    let named = |(key, value): (&SettingKey, &Value)| (key.to_string(), value.clone());
+    stated.map(named).collect()
+}
+
+/// Keys with different values; null stands for a key that is not there.
+fn differing(
+    mut before: BTreeMap<String, Value>,
+    after: BTreeMap<String, Value>,
+) -> impl Iterator<Item = (String, Value, Value)> {
+    let mut both: BTreeMap<String, (Value, Value)> = BTreeMap::new();
+    for (key, after) in after {
+        let before = before.remove(&key).unwrap_or_default();
+        both.insert(key, (before, after));
+    }
+    for (key, before) in before {
+        both.insert(key, (before, Value::Null));
+    }
+    both.into_iter()
+        .filter(|(_, (before, after))| before != after)
+        .map(|(key, (before, after))| (key, before, after))
+}
+
+/// What a change of a setting of this replica comes to.
+fn effect(key: &str) -> Effect {
+    let is_engine_key = key.starts_with("backends.") && key.ends_with(".api_key_file");
+    match key {
+        "log.level" | "probes.api_key_file" => Effect::Taken,
+        _ if is_engine_key => Effect::Taken,
+        _ => Effect::NeedsRestart,
+    }
+}
+
+/// What the admin API shows from here on: settings that need a restart are not in effect yet.
+fn in_effect(running: &FileSettings, config: &Config, changes: &[ChangedSetting]) -> FileSettings {
+    let mut local = running.local.clone();
+    for change in changes.iter().filter(|it| it.effect == Effect::Taken) {
+        match config.file.local.get(&change.key) {
+            Some(setting) => local.insert(change.key.clone(), setting.clone()),
+            None => local.remove(&change.key),
+        };
+    }
+    FileSettings {
+        stated: config.file.stated.clone(),
+        local,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn settings(local: &[(&str, Value)], stated: &[(SettingKey, Value)]) -> FileSettings {
+        let local = local.iter().map(|(key, value)| {
+            let value = value.clone();
+            let is_set = true;
+            ((*key).to_owned(), LocalSetting { value, is_set })
+        });
+        FileSettings {
+            stated: stated.iter().cloned().collect(),
+            local: local.collect(),
+        }
+    }
+
+    #[test]
+    fn every_change_is_told_with_what_it_comes_to() {
+        let running = settings(
+            &[
+                ("log.level", json!("info")),
+                ("limits.max_body", json!("32MiB")),
+                ("node.id", json!(1)),
+                ("backends.gone.api_key_file", json!("a")),
+            ],
+            &[(SettingKey::Policy, json!("cost"))],
+        );
+        let new = settings(
+            &[
+                ("log.level", json!("debug")),
+                ("limits.max_body", json!("1MiB")),
+                ("node.id", json!(1)),
+                ("backends.new.api_key_file", json!("b")),
+            ],
+            &[(SettingKey::Policy, json!("random"))],
+        );
+        let changes = changes(&running, &new);
+        let told: Vec<_> = changes
+            .iter()
+            .map(|it| (it.key.as_str(), it.effect))
+            .collect();
+        let expected = [
+            ("backends.gone.api_key_file", Effect::Taken),
+            ("backends.new.api_key_file", Effect::Taken),
+            ("limits.max_body", Effect::NeedsRestart),
+            ("log.level", Effect::Taken),
+            ("routing.policy", Effect::ClusterKeeps),
+        ];
+        assert_eq!(told, expected);
+        assert_eq!(changes[3].before, "info");
+        assert_eq!(changes[3].after, "debug");
+        assert_eq!(super::changes(&new, &new), []);
+    }
+}

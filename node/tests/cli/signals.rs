@@ -1,0 +1,115 @@
+//! What a running replica does upon signals.
+
+use serde_json::Value;
+
+use super::process::{Replica, free, send};
+
+/// Settings of a replica alone, with keys in a file.
+fn settings(keys: &std::path::Path, level: &str, rest: &str) -> String {
+    format!(
+        "[users]\napi_keys_file = {keys:?}\n[log]\nlevel = \"{level}\"\nformat = \"json\"\n{rest}"
+    )
+}
+
+struct Reloaded {
+    replica: Replica,
+    keys: std::path::PathBuf,
+}
+
+impl Reloaded {
+    fn start() -> Self {
+        let [peer] = free();
+        let dir = tempfile::TempDir::new().unwrap();
+        let keys = dir.path().join("keys");
+        std::fs::write(&keys, "sk-first ada\n").unwrap();
+        let config = settings(&keys, "info", "");
+        let replica = Replica::start_in(dir, 1, peer, &config, |command| command);
+        // Without a backend it never gets ready.
+        replica.process.says(&["taking requests"]);
+        Self { replica, keys }
+    }
+
+    /// Replaces the end of the config, and reloads it.
+    fn reload(&self, level: &str, rest: &str) {
+        let file = self.replica.dir.path().join("config.toml");
+        let text = std::fs::read_to_string(&file).unwrap();
+        let own = text.split_once("[users]").unwrap().0;
+        let text = format!("{own}{}", settings(&self.keys, level, rest));
+        std::fs::write(&file, text).unwrap();
+        self.replica.process.signal("HUP");
+    }
+
+    fn status_of(&self, key: &str) -> u16 {
+        let header = format!("authorization: Bearer {key}\r\n");
+        self.replica.chat("m", &header).status
+    }
+
+    fn in_effect(&self, key: &str) -> Value {
+        self.replica.admin("/admin/v1/config")["keys"][key]["in_effect"].clone()
+    }
+}
+
+#[test]
+fn hup_takes_what_can_be_taken_and_names_the_rest() {
+    let reloaded = Reloaded::start();
+    assert_eq!(reloaded.status_of("sk-first"), 404);
+    std::fs::write(&reloaded.keys, "sk-second ada\n").unwrap();
+    reloaded.reload(
+        "debug",
+        "[limits]\nmax_body = \"1MiB\"\n[routing]\npolicy = \"random\"\n",
+    );
+    let said = |texts: &[&str]| reloaded.replica.process.says(texts);
+    said(&["INFO", "setting changed", "log.level", "info", "debug"]);
+    said(&[
+        "WARN",
+        "takes effect at a restart",
+        "limits.max_body",
+        "32MiB",
+        "1MiB",
+    ]);
+    said(&[
+        "WARN",
+        "the cluster keeps its own value",
+        "routing.policy",
+        "random",
+    ]);
+    said(&["reloaded the config"]);
+    assert_eq!(reloaded.status_of("sk-second"), 404);
+    assert_eq!(reloaded.status_of("sk-first"), 401);
+    assert_eq!(reloaded.in_effect("log.level"), "debug");
+    assert_eq!(reloaded.in_effect("limits.max_body"), "32MiB");
+    // What is not HTTP is told at this level only.
+    send(reloaded.replica.data, "NO HTTP", "/", "", None);
+    said(&["DEBUG", "connection ended"]);
+}
+
+#[test]
+fn a_broken_config_changes_nothing_upon_hup() {
+    let reloaded = Reloaded::start();
+    std::fs::write(&reloaded.keys, "sk-second ada\n").unwrap();
+    reloaded.reload("inof", "");
+    let said = |texts: &[&str]| reloaded.replica.process.says(texts);
+    said(&[
+        "ERROR",
+        "keeping the old one",
+        "log.level is",
+        "inof",
+        "config.toml:",
+    ]);
+    assert_eq!(reloaded.in_effect("log.level"), "info");
+    reloaded.reload("warn", "[nonsense]\n");
+    said(&["ERROR", "keeping the old one", "nonsense"]);
+    assert_eq!(reloaded.in_effect("log.level"), "info");
+}
+
+#[test]
+fn other_signals_are_ignored() {
+    let mut reloaded = Reloaded::start();
+    for (name, number) in [("USR1", 10), ("USR2", 12)] {
+        reloaded.replica.process.signal(name);
+        let field = format!("\"signal\":{number}");
+        reloaded.replica.process.says(&["ignored a signal", &field]);
+    }
+    assert!(reloaded.replica.process.is_running());
+    assert_eq!(reloaded.status_of("sk-first"), 404);
+}
