@@ -205,6 +205,9 @@ pub enum ProxyError {
     /// Backends are healthy, but none of them has the requested labels.
     #[error("no healthy backend of this model has the requested labels")]
     NoneSelected,
+    /// There is no state to answer from: this replica is in no cluster, or has not caught up with it.
+    #[error("this replica is starting and does not know its cluster's models yet")]
+    Starting,
     /// This replica has reached its limit of requests.
     #[error("this replica has too many requests in flight")]
     Overloaded,
@@ -276,6 +279,7 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::TooLate { .. } => (503, "server_error", "queue_too_long"),
         ProxyError::WaitedTooLong { .. } => (503, "server_error", "queue_timeout"),
         ProxyError::Leaving => (503, "server_error", "replica_leaving"),
+        ProxyError::Starting => (503, "server_error", "replica_starting"),
         ProxyError::NoneHealthy => (503, "server_error", "no_healthy_backend"),
         ProxyError::NoneSelected => (503, "server_error", "no_backend_selected"),
         ProxyError::OutOfConnections => (503, "server_error", "out_of_connections"),
@@ -315,6 +319,7 @@ fn retry_after_s(failure: &ProxyError) -> Option<u32> {
         | ProxyError::Overloaded
         | ProxyError::AddressAtLimit
         | ProxyError::UserAtLimit
+        | ProxyError::Starting
         | ProxyError::Leaving => Some(UNAVAILABLE_RETRY_AFTER_S),
         ProxyError::OverLimit { retry_after_ms, .. }
         | ProxyError::QueueFull { retry_after_ms }

@@ -16,6 +16,7 @@ pub mod planted;
 pub mod ports;
 pub mod prompt;
 pub mod proxy;
+pub mod readiness;
 pub mod routing;
 mod seldom;
 pub mod settings;

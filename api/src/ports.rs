@@ -106,12 +106,29 @@ pub struct ClusterStatus {
     pub fault: Option<String>,
     /// Why this replica is in no cluster yet, as far as it knows.
     pub unjoined: Option<String>,
+    /// While it is in no cluster: what it found at the addresses of its config.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub peers: Vec<PeerReport>,
     /// Why the log is waiting, for example for disk space; it resumes without intervention.
     pub waiting: Option<String>,
     /// `CARGO_PKG_VERSION` of this replica.
     pub version: &'static str,
     /// All members by id.
     pub members: BTreeMap<ReplicaId, MemberStatus>,
+}
+
+/// What a replica that is in no cluster found at an address of its config.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct PeerReport {
+    /// Host and port, or the name to be resolved.
+    pub address: String,
+    /// `this-replica`, `answers`, `member`, `refused`, `name-not-found`, `timed-out`,
+    /// `other-cluster`, `same-id`, `wrong-secret`, `own-address-missing` or `failed`.
+    pub state: &'static str,
+    /// Whether it keeps this replica from forming a cluster or joining one.
+    pub is_hindrance: bool,
+    /// The same for people.
+    pub detail: String,
 }
 
 /// One member of the cluster.

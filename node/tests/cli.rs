@@ -1,15 +1,27 @@
 //! The program as a user meets it: what goes to stdout, what to stderr, and how it exits.
 
-use std::process::{Command, Output};
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
+
+#[path = "cli/crowd.rs"]
+mod crowd;
+#[path = "cli/forming.rs"]
+mod forming;
+#[path = "cli/process.rs"]
+mod process;
+#[path = "cli/production.rs"]
+mod production;
+#[path = "cli/signals.rs"]
+mod signals;
+#[path = "cli/starting.rs"]
+mod starting;
+#[path = "cli/users.rs"]
+mod users;
+
+use std::process::Output;
 
 fn quorate(args: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_quorate"));
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("QUORATE_") {
-            command.env_remove(name);
-        }
-    }
-    command.args(args).output().expect("run quorate")
+    let mut command = process::program(env!("CARGO_BIN_EXE_quorate"), args);
+    command.output().expect("run quorate")
 }
 
 fn text(bytes: &[u8]) -> &str {
@@ -81,6 +93,18 @@ fn the_keys_of_engines_are_never_printed() {
         let told = format!("{}{}", text(&output.stdout), text(&output.stderr));
         assert!(!told.contains("sk-of-engine"), "{told}");
     }
+}
+
+#[test]
+fn a_misspelt_log_level_is_a_fault() {
+    let settings = ["--set", "node.id=1", "--set", "log.level=inof"];
+    let output = quorate(&[&["config", "check"], &settings[..]].concat());
+    let told = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{told}");
+    assert!(
+        told.contains("log.level") && told.contains("info,raft=debug"),
+        "{told}"
+    );
 }
 
 #[test]

@@ -33,7 +33,6 @@ mod users;
 mod tests;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::Router;
 use axum::extract::Request;
@@ -43,7 +42,6 @@ use axum::routing::{MethodRouter, delete, get, post, put};
 use http::StatusCode;
 use state::StateView;
 use tokio::sync::Semaphore;
-use tokio_util::sync::CancellationToken;
 
 pub use explain::explain_offline;
 pub use listener::serve;
@@ -59,8 +57,9 @@ use crate::kv_events::board::StreamBoard;
 use crate::metrics::{Metrics, ScrapedReplica};
 use crate::ports::Cluster;
 use crate::proxy::{DecisionLog, RequestReader};
+use crate::readiness::ReadinessCheck;
 use crate::routing::{Decider, LoadTable, SharedOutbox};
-use crate::settings::FileSettings;
+use crate::settings::SharedFileSettings;
 use origin::{OwnNames, own_site};
 
 /// Maximum length of a request body, in bytes.
@@ -100,49 +99,12 @@ pub struct Admin {
     pub kv_board: Arc<StreamBoard>,
     /// Events for `/admin/v1/events`.
     pub events: EventBus,
-    /// Whether the replica takes requests.
-    pub lifecycle: Lifecycle,
+    /// Whether this replica should get traffic.
+    pub readiness: Arc<ReadinessCheck>,
     /// What this replica was configured with.
-    pub file: FileSettings,
+    pub file: SharedFileSettings,
     /// Host names of the listener, in addition to addresses and `localhost`.
     pub hosts: Vec<String>,
-}
-
-/// Phase of a replica's life. Cheap to clone; no transition can be reversed.
-#[derive(Clone, Default)]
-pub struct Lifecycle {
-    serving: Arc<AtomicBool>,
-    draining: Arc<AtomicBool>,
-    ended: CancellationToken,
-}
-
-impl Lifecycle {
-    /// Marks the data plane as taking requests. Before that, `/readyz` answers 503.
-    pub fn serve(&self) {
-        self.serving.store(true, Ordering::Release);
-    }
-
-    /// Marks the replica as leaving. From here on, `/readyz` answers 503.
-    pub fn drain(&self) {
-        self.draining.store(true, Ordering::Release);
-    }
-
-    /// Ends open event streams, so that the admin listener can close.
-    pub fn end_streams(&self) {
-        self.ended.cancel();
-    }
-
-    /// Whether the data plane takes requests.
-    #[must_use]
-    pub fn is_serving(&self) -> bool {
-        self.serving.load(Ordering::Acquire)
-    }
-
-    /// Whether the replica is leaving.
-    #[must_use]
-    pub fn is_draining(&self) -> bool {
-        self.draining.load(Ordering::Acquire)
-    }
 }
 
 /// State shared by the handlers.
@@ -280,9 +242,13 @@ const ROUTES: &[RouteInfo] = &[
     },
     RouteInfo {
         path: "/admin/v1/users/{name}",
-        methods: "GET PUT",
-        what: "one user; PUT {\"weight_milli\", \"limits\"}, either",
-        handlers: || get(users::show).merge(put(users::put)),
+        methods: "GET PUT DELETE",
+        what: "one user; PUT {\"weight_milli\", \"limits\"}, either; DELETE without requests only",
+        handlers: || {
+            get(users::show)
+                .merge(put(users::put))
+                .merge(delete(users::remove))
+        },
     },
     RouteInfo {
         path: "/admin/v1/users/{name}/forgive",

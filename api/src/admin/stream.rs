@@ -60,7 +60,7 @@ pub(super) async fn events(State(admin): State<AdminState>) -> Response {
     };
     let subscriber = Subscriber {
         receiver,
-        stop: admin.lifecycle.ended.clone(),
+        stop: admin.readiness.lifecycle.ended(),
         hello: Some(event("connected", &connected)),
         _permit: permit,
     };

@@ -55,6 +55,7 @@ mod server;
 mod settings;
 mod splice;
 mod sse;
+mod startup;
 mod stored;
 mod suspects;
 
@@ -97,6 +98,7 @@ use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::backends::pool::Pool;
 use crate::error::{ProxyError, rescue};
+use crate::readiness::ReadinessCheck;
 use crate::routing::Router;
 use access::AccessLog;
 use budget::RetryBudget;
@@ -110,6 +112,7 @@ use proxied::ProxiedRequest;
 use relay::{SharedResponseBody, lock};
 use request::HeldBodyBytes;
 use routes::{Route, unslashed};
+use startup::Startup;
 use stored::forward_stored;
 use suspects::Suspects;
 
@@ -136,6 +139,7 @@ pub struct Proxy {
     budget: Arc<RetryBudget>,
     suspects: Arc<Suspects>,
     access: Arc<AccessLog>,
+    startup: Startup,
 }
 
 /// The body of an answer.
@@ -206,7 +210,16 @@ impl Proxy {
             budget: Arc::new(budget),
             suspects: Arc::new(Suspects::new()),
             access: Arc::new(access),
+            startup: Startup::default(),
         }
+    }
+
+    /// Asks `readiness` what load balancers are told, and whether this replica knows the cluster's
+    /// models. Without it, it counts as ready.
+    #[must_use]
+    pub fn ready_by(self, readiness: Arc<ReadinessCheck>) -> Self {
+        let startup = Startup::new(readiness);
+        Self { startup, ..self }
     }
 
     /// Reads requests, here and for `explain`.
@@ -237,6 +250,9 @@ impl Proxy {
         (turn, is_within): (ConnectionRequestGuard, bool),
         request: Request<Incoming>,
     ) -> Response<AnswerBody> {
+        if let Some(told) = self.startup.probe(request.method(), request.uri().path()) {
+            return told.map(|body| AnswerBody(AnswerBodyKind::Local(Some(body))));
+        }
         let mut ledger = RequestMetricsGuard::open(&self.metrics, Some(turn));
         let id = request_id(request.headers());
         ledger.logs(self.access.begin(&id, request.method(), request.uri()));
@@ -265,7 +281,10 @@ impl Proxy {
         let handled = handled.instrument(span).await;
         let mut response = match handled {
             Ok(answer) => self.passed_on(answer, version, ledger),
-            Err(failure) => failed(&failure, dialect, version, ledger),
+            Err(failure) => {
+                let failure = self.startup.doubt(failure);
+                failed(&failure, dialect, version, ledger)
+            }
         };
         let (expose, headers) = (self.settings.expose, response.headers_mut());
         expose.origin(headers, dialect, id, &self.replica);
@@ -371,6 +390,7 @@ impl Proxy {
         held: &mut HeldBodyBytes,
     ) -> Result<TakenIn<'a>, ProxyError> {
         let (holder, route) = self.requests.accept(&request_head(head, peer))?;
+        self.startup.check(&self.view)?;
         match route {
             Route::Models => Ok(TakenIn::Models(None)),
             Route::Model(id) => Ok(TakenIn::Models(Some(id))),
@@ -399,6 +419,9 @@ impl Proxy {
     /// The list of models, or the one with this id.
     fn models(&self, id: Option<&str>) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
+        if !self.startup.has_caught_up() && models::is_empty(&registry, &self.backends) {
+            return Err(ProxyError::Starting);
+        }
         let body = match id {
             None => models::list(&registry, &self.backends),
             Some(id) => models::one(&registry, &self.backends, id).ok_or_else(|| {

@@ -76,6 +76,11 @@ fn union<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, M
     models
 }
 
+/// Whether the list is empty.
+pub(super) fn is_empty(registry: &Registry, backends: &Backends) -> bool {
+    union(registry, backends).is_empty()
+}
+
 /// The list in OpenAI's shape, ordered by id.
 pub(super) fn list(registry: &Registry, backends: &Backends) -> Bytes {
     let data = union(registry, backends).into_values().collect();

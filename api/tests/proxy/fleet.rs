@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use api::admin::{Admin, Lifecycle};
+use api::admin::Admin;
 use api::admission::Admission;
 use api::backends::{Backends, EngineKeys, Health, Hooks, ProbeSettings};
 use api::clock::Clock;
@@ -14,6 +14,7 @@ use api::prompt::{ModelSettings, Tokenizer};
 use api::proxy::{
     DrainResult, Expose, Proxy, ProxyMetrics, ProxySettings, RequestLabels, RequestOutcome, Server,
 };
+use api::readiness::{Lifecycle, ReadinessCheck};
 use api::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
 use http::Request;
 use http_body_util::BodyExt;
@@ -375,6 +376,14 @@ fn admin(
     proxy: &Proxy,
     log: &Arc<Log>,
 ) -> axum::Router {
+    let readiness = ReadinessCheck {
+        cluster: Arc::clone(log) as Arc<dyn Cluster>,
+        view: Arc::clone(router.view()),
+        backends: Arc::clone(backends),
+        digests: Arc::default(),
+        outbox: Arc::clone(router.outbox()),
+        lifecycle: Lifecycle::default(),
+    };
     api::admin::router(Arc::new(Admin {
         cluster: Arc::clone(log) as Arc<dyn Cluster>,
         view: Arc::clone(router.view()),
@@ -390,8 +399,8 @@ fn admin(
         digests: Arc::default(),
         kv_board: Arc::default(),
         events: EventBus::default(),
-        lifecycle: Lifecycle::default(),
-        file: api::settings::FileSettings::default(),
+        readiness: Arc::new(readiness),
+        file: api::settings::SharedFileSettings::default(),
         hosts: Vec::new(),
     }))
 }

@@ -90,6 +90,7 @@ mod tests {
             is_removed: false,
             fault: None,
             unjoined: None,
+            peers: Vec::new(),
             waiting: None,
             members: (1..).zip(formats.iter().map(member)).collect(),
         }

@@ -27,9 +27,12 @@ mod sockets;
 mod ticks;
 mod warmup;
 
+pub(crate) use key_file::read_api_keys;
 pub use running::RunningReplica;
 pub use shutdown::ShutdownHandle;
 pub use sockets::{Addresses, BoundSockets};
+
+use api::settings::SharedFileSettings;
 
 use crate::config::Config;
 
@@ -39,6 +42,7 @@ pub struct App {
     config: Config,
     sockets: BoundSockets,
     addresses: Addresses,
+    file: SharedFileSettings,
 }
 
 impl App {
@@ -58,10 +62,12 @@ impl App {
     /// If the system does not report their addresses.
     pub fn on(config: Config, sockets: BoundSockets) -> anyhow::Result<Self> {
         let addresses = sockets.addresses()?;
+        let file = SharedFileSettings::new(config.file.clone());
         Ok(Self {
             config,
             sockets,
             addresses,
+            file,
         })
     }
 
@@ -71,12 +77,18 @@ impl App {
         self.addresses
     }
 
+    /// Returns what `GET /admin/v1/config` shows, to be kept up to date when the config is reloaded.
+    #[must_use]
+    pub fn file_settings(&self) -> SharedFileSettings {
+        self.file.clone()
+    }
+
     /// Opens the store and starts the replica.
     ///
     /// # Errors
     /// If the store cannot be opened or is damaged.
     pub async fn start(self) -> anyhow::Result<RunningReplica> {
-        running::start(self.config, self.sockets, self.addresses).await
+        running::start(self.config, self.sockets, self.addresses, self.file).await
     }
 
     /// Starts the replica, serves until told to leave, then leaves.

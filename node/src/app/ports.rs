@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use api::ports::{
-    BoxFuture, ChangeError, Cluster, ClusterStatus, MemberStatus, Propose, ProposeError,
+    BoxFuture, ChangeError, Cluster, ClusterStatus, MemberStatus, PeerReport, Propose, ProposeError,
 };
 use raft::{Replica, Role};
 use state::RouterState;
@@ -364,9 +364,19 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
         is_removed: status.is_removed,
         fault: status.fault.clone(),
         unjoined: status.unjoined.clone(),
+        peers: status.peers.iter().map(peer_report).collect(),
         waiting: status.waiting.clone(),
         version: env!("CARGO_PKG_VERSION"),
         members: status.members.iter().map(member).collect(),
+    }
+}
+
+fn peer_report(peer: &raft::PeerReport) -> PeerReport {
+    PeerReport {
+        address: peer.address.clone(),
+        state: peer.state.name(),
+        is_hindrance: !peer.state.is_fine(),
+        detail: peer.detail.clone(),
     }
 }
 

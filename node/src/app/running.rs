@@ -4,13 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use api::admin::{self, Admin, Lifecycle};
+use api::admin::{self, Admin};
 use api::backends::Hooks;
 use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
 use api::metrics::Metrics;
 use api::ports::Cluster;
 use api::proxy::{DecisionLog, DrainResult, Proxy, ProxyMetrics, RequestReader, Server};
+use api::readiness::{Lifecycle, ReadinessCheck};
+use api::settings::SharedFileSettings;
 use raft::{PeerSecret, Role, Tcp};
 use state::command::Item;
 use tokio::net::TcpListener;
@@ -65,6 +67,7 @@ pub(super) async fn start(
     mut config: Config,
     sockets: BoundSockets,
     addresses: Addresses,
+    file: SharedFileSettings,
 ) -> anyhow::Result<RunningReplica> {
     // Members are told the ports that the system chose.
     config.listen.data = Parsed(addresses.data);
@@ -83,7 +86,8 @@ pub(super) async fn start(
     metrics.register(|registry| core.admission().metrics().register(registry));
 
     formation::tell_of_names(&config);
-    let proxy = proxy(&core, &config, &metrics);
+    let readiness = readiness(&core, lifecycle.clone());
+    let proxy = proxy(&core, &config, &metrics, &readiness);
     let reading = (Arc::clone(proxy.requests()), Arc::clone(proxy.decisions()));
     let server = Server::new(sockets.data, proxy).leaving(stops.leaving.clone());
     let no_more = stops.no_more_requests.clone();
@@ -94,7 +98,7 @@ pub(super) async fn start(
         *config.drain.deadline,
     );
     let proxy = tokio::spawn(serving);
-    let admin = admin(&core, reading, metrics, lifecycle.clone(), &config);
+    let admin = admin(&core, reading, metrics, (readiness, file), &config);
     spawn_loops(&core, Arc::clone(&admin.kv_board));
     core.beside(admin::serve(sockets.admin, admin, core.stopping()));
     if let (Some(file), Some(keys)) = (config.users.api_keys_file, config.api_keys) {
@@ -117,23 +121,40 @@ pub(super) async fn start(
     })
 }
 
-fn proxy(core: &ReplicaCore, config: &Config, registry: &Metrics) -> Arc<Proxy> {
+fn readiness(core: &ReplicaCore, lifecycle: Lifecycle) -> Arc<ReadinessCheck> {
+    Arc::new(ReadinessCheck {
+        cluster: core.cluster(),
+        view: Arc::clone(core.view()),
+        backends: Arc::clone(core.backends()),
+        digests: Arc::clone(core.digests()),
+        outbox: Arc::clone(core.router().outbox()),
+        lifecycle,
+    })
+}
+
+fn proxy(
+    core: &ReplicaCore,
+    config: &Config,
+    registry: &Metrics,
+    readiness: &Arc<ReadinessCheck>,
+) -> Arc<Proxy> {
     let metrics = Arc::new(ProxyMetrics::default());
     registry.register(|registry| metrics.register(registry));
-    Arc::new(Proxy::new(
+    let proxy = Proxy::new(
         core.router(),
         Arc::clone(core.admission()),
         Arc::clone(core.backends()),
         formation::proxy_settings(config),
         metrics,
-    ))
+    );
+    Arc::new(proxy.ready_by(Arc::clone(readiness)))
 }
 
 fn admin(
     core: &ReplicaCore,
     (requests, decisions): (Arc<RequestReader>, Arc<DecisionLog>),
     metrics: Arc<Metrics>,
-    lifecycle: Lifecycle,
+    (readiness, file): (Arc<ReadinessCheck>, SharedFileSettings),
     config: &Config,
 ) -> Arc<Admin> {
     let router = core.router();
@@ -152,8 +173,8 @@ fn admin(
         digests: Arc::clone(core.digests()),
         kv_board: Arc::default(),
         events: core.events().clone(),
-        lifecycle,
-        file: config.file.clone(),
+        readiness,
+        file,
         hosts: formation::own_hosts(config),
     })
 }

@@ -1,5 +1,5 @@
 //! The time between the start and the first request. Connections wait in the listener's backlog
-//! until there is a state to answer from, instead of being told that no backend is healthy.
+//! until there is a state to answer from, instead of being told to come back.
 
 use std::time::Duration;
 
@@ -7,7 +7,8 @@ use api::backends::Backends;
 use api::ports::Cluster;
 use state::StateView;
 
-/// Longest wait. Without a quorum, or with dead engines, the replica then serves what it can.
+/// Longest wait. Without a quorum, or with dead engines, the replica then serves what it can; in no
+/// cluster, it tells everybody to come back.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// Interval at which readiness is checked.
 const INTERVAL: Duration = Duration::from_millis(20);
@@ -22,6 +23,9 @@ pub(super) async fn warm_up(cluster: &dyn Cluster, view: &StateView, backends: &
     };
     match tokio::time::timeout(PATIENCE, warm).await {
         Ok(()) => tracing::info!("taking requests"),
+        Err(_) if !view.registry().initialised => {
+            tracing::warn!("not in a cluster yet: every request is answered with 503");
+        }
         Err(_) => tracing::warn!("taking requests without a quorum or without probed backends"),
     }
 }

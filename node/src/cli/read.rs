@@ -19,23 +19,32 @@ pub(super) struct ReadArgs {
     json: bool,
 }
 
-/// Runs `quorate status`. A replica that is not ready is still shown; the exit code only says
-/// whether it answered.
+/// Runs `quorate status`. A replica that is not ready is shown, too, and makes the command fail.
 pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let cluster = args.target.get("/admin/v1/cluster").await?;
     let digest = args.target.get("/admin/v1/digest").await?;
     let readiness = args.target.readiness().await?;
+    let code = match readiness["status"].as_str() {
+        Some("ready" | "degraded") => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    };
     if args.json {
         let all = json!({ "cluster": cluster, "digest": digest, "readiness": readiness });
-        return print_json(&all);
+        print_json(&all)?;
+        return Ok(code);
     }
-    let reasons = match readiness["reasons"].as_array() {
-        Some(reasons) if !reasons.is_empty() => format!(": {}", cell(&readiness["reasons"])),
-        _ => String::new(),
-    };
+    let found = cluster["peers"].as_array().filter(|it| !it.is_empty());
+    let reasons = readiness["reasons"].as_array().into_iter().flatten();
+    // The table says more of the peers.
+    let reasons = reasons.filter(|it| found.is_none() || !is_of_peer(it));
+    let reasons: Vec<String> = reasons
+        .map(|reason| format!("\n         {}", cell(reason)))
+        .collect();
     let hashing = match cluster["hashes_keyed"].as_bool() {
-        Some(false) => " (blocks hashed without a secret: founded by an earlier build)",
-        Some(true) | None => "",
+        Some(false) if !cluster["cluster_id"].is_null() => {
+            " (blocks hashed without a secret: founded by an earlier build)"
+        }
+        Some(_) | None => "",
     };
     let lines = [
         format!(
@@ -45,7 +54,11 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
             cell(&cluster["term"]),
             cell(&cluster["version"]),
         ),
-        format!("state    {}{reasons}", cell(&readiness["status"])),
+        format!(
+            "state    {}{}",
+            cell(&readiness["status"]),
+            reasons.concat()
+        ),
         format!("cluster  {}{hashing}", cell(&cluster["cluster_id"])),
         format!("leader   {}", cell(&cluster["leader"])),
         format!("quorum   {}", cell(&cluster["has_quorum"])),
@@ -61,12 +74,23 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
             cell(&digest["index"])
         ),
     ];
-    terminal::print(format_args!(
-        "{}\n\n{}",
-        lines.join("\n"),
-        members(&cluster)
-    ))?;
-    Ok(ExitCode::SUCCESS)
+    let table = found.map_or_else(|| members(&cluster), |found| peers(found));
+    terminal::print(format_args!("{}\n\n{table}", lines.join("\n")))?;
+    Ok(code)
+}
+
+/// Whether a reason against readiness is about one peer.
+fn is_of_peer(reason: &Value) -> bool {
+    reason.as_str().is_some_and(|it| it.starts_with("peer "))
+}
+
+/// What a replica that is in no cluster found at the addresses of its config.
+fn peers(found: &[Value]) -> comfy_table::Table {
+    let mut table = table(&["peer", "found", "detail"]);
+    for peer in found {
+        table.add_row([&peer["address"], &peer["state"], &peer["detail"]].map(cell));
+    }
+    table
 }
 
 pub(super) fn members(cluster: &Value) -> comfy_table::Table {

@@ -16,7 +16,9 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
 use crate::app::{Addresses, App, BoundSockets, ShutdownHandle};
-use crate::config::{self, Config, Formation, ListenConfig, Origin, Parsed};
+use crate::config::{
+    self, Config, ConfigError, ConfigErrors, Formation, ListenConfig, Origin, Parsed, Place,
+};
 
 /// Number of replicas: the fewest that tolerate the loss of one.
 const REPLICAS: u8 = 3;
@@ -26,6 +28,17 @@ const FIRST_PORT: u16 = 8080;
 const START_DEADLINE: Duration = Duration::from_secs(30);
 /// Polling interval of awaited conditions.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Settings that differ between the replicas, besides those in `[listen]`, or follow from their
+/// addresses.
+const OWN_KEYS: [&str; 6] = [
+    "node.id",
+    "node.data_dir",
+    "cluster.peers",
+    "cluster.peers_dns",
+    "cluster.join",
+    "cluster.bootstrap_expect",
+];
 
 /// How the replicas are started.
 #[derive(Debug, Clone, Copy, Default)]
@@ -77,6 +90,7 @@ impl Fleet {
         plan: FleetPlan<'_>,
         backends: &[BackendSpec],
     ) -> anyhow::Result<Self> {
+        check_settings(plan.settings)?;
         let (data_dir, temporary) = match plan.data_dir {
             Some(dir) => (dir.to_owned(), None),
             None => {
@@ -122,7 +136,8 @@ impl Fleet {
             .iter()
             .all(|replica| formed(&replica.cluster.status()))
         {
-            wait_on(deadline, "the replicas did not form a cluster").await?;
+            let waited = wait_on(deadline, "the replicas did not form a cluster").await;
+            waited.with_context(|| self.hindrances())?;
         }
         // Ids persist between runs, but an emulated engine may listen elsewhere now.
         for spec in backends {
@@ -146,6 +161,19 @@ impl Fleet {
             }
             wait_on(deadline, "no engine became healthy").await?;
         }
+    }
+
+    /// Returns what each replica says of why it is in no cluster.
+    fn hindrances(&self) -> String {
+        let mut told = Vec::new();
+        for replica in &self.replicas {
+            let status = replica.cluster.status();
+            let peers = status.peers.iter().filter(|peer| peer.is_hindrance);
+            let peers = peers.map(|peer| format!("{}: {}", peer.address, peer.detail));
+            let reasons = status.unjoined.iter().cloned().chain(peers);
+            told.extend(reasons.map(|reason| format!("replica {}: {reason}", status.id)));
+        }
+        told.join("; ")
     }
 
     /// Returns the first model that replica 1 lists.
@@ -247,6 +275,31 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
     let sockets = BoundSockets::bind(&listen)?;
     let addresses = sockets.addresses()?;
     Ok((sockets, addresses))
+}
+
+/// Refuses settings that the fleet gives each replica itself: one value for all would keep them
+/// apart, or have no effect.
+fn check_settings(settings: &[String]) -> Result<(), ConfigErrors> {
+    let is_own = |key: &str| {
+        let key = key.trim();
+        key.starts_with("listen.") || OWN_KEYS.contains(&key)
+    };
+    let refused = settings.iter().filter_map(|setting| {
+        let (key, _) = setting.split_once('=')?;
+        is_own(key).then(|| ConfigError {
+            message: format!("{} cannot be set for all replicas at once", key.trim()),
+            expected: "another key: ids, addresses and peers follow from the command".to_owned(),
+            place: Place::Flag(setting.clone()),
+        })
+    });
+    match refused.collect::<Vec<_>>() {
+        refused if refused.is_empty() => Ok(()),
+        refused => Err(ConfigErrors::new(
+            "flags".to_owned(),
+            String::new(),
+            refused,
+        )),
+    }
 }
 
 fn config_of(id: u8, data_dir: &Path, settings: &[String]) -> anyhow::Result<Config> {

@@ -29,8 +29,9 @@ use crate::clock::Clock;
 use crate::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeError};
 use crate::prompt::ModelSettings;
 use crate::proxy::ProxySettings;
+use crate::readiness::Lifecycle;
 use crate::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
-use crate::settings::{LocalSetting, SettingKey};
+use crate::settings::{FileSettings, LocalSetting, SettingKey};
 
 /// Outcome of proposals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -169,6 +170,7 @@ fn status() -> ClusterStatus {
         is_removed: false,
         fault: None,
         unjoined: None,
+        peers: Vec::new(),
         waiting: None,
         version: "0.0.0",
         members: BTreeMap::from([
@@ -228,6 +230,14 @@ impl Bench {
         let settings = Arc::new(ProxySettings::new(ReplicaId(1)));
         let requests = Arc::new(RequestReader::new(&router, settings));
         let decisions = DecisionLog::new(ReplicaId(1), Clock::default(), 10);
+        let readiness = Arc::new(ReadinessCheck {
+            cluster: Arc::clone(&cluster) as Arc<dyn Cluster>,
+            view: Arc::clone(&view),
+            backends: Arc::clone(&backends),
+            digests: Arc::clone(&digests),
+            outbox: Arc::clone(router.outbox()),
+            lifecycle: Lifecycle::default(),
+        });
         let admin = Arc::new(Admin {
             decisions: Arc::new(decisions),
             requests,
@@ -243,11 +253,11 @@ impl Bench {
             digests,
             kv_board: Arc::default(),
             events: EventBus::default(),
-            lifecycle: Lifecycle::default(),
-            file: file(),
+            readiness,
+            file: SharedFileSettings::new(file()),
             hosts: vec!["Quorate-1.example".to_owned()],
         });
-        admin.lifecycle.serve();
+        admin.readiness.lifecycle.serve();
         let bench = Self {
             api: super::router(Arc::clone(&admin)),
             cluster,

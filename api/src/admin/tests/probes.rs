@@ -87,7 +87,7 @@ async fn every_reason_against_readiness_is_named() {
         .digests
         .judge(&[1, 2, 3].map(ReplicaId))
         .unwrap();
-    bench.admin.lifecycle.drain();
+    bench.admin.readiness.lifecycle.drain();
     bench.apply(Command::SetDraining {
         name: "gpu-1".to_owned(),
         draining: true,

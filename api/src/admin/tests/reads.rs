@@ -6,6 +6,7 @@ use futures_util::FutureExt;
 use http_body_util::BodyExt;
 use state::command::{Charge, EngineFacts, Item};
 use state::ids::{BackendRef, UserKey};
+use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::events::{self, ClusterEvent};
@@ -422,7 +423,7 @@ async fn events_are_streamed_until_the_replica_stops() {
     );
     assert!(event.contains("\"has_quorum\":false"), "{event}");
     assert!(event.ends_with("id: 1\n\n"), "{event}");
-    bench.admin.lifecycle.end_streams();
+    bench.admin.readiness.lifecycle.end_streams();
     assert_eq!(next().await, None);
 }
 

@@ -161,6 +161,7 @@ impl Cluster for Log {
             is_removed: false,
             fault: None,
             unjoined: None,
+            peers: Vec::new(),
             waiting: None,
             version: "0.0.0",
             members: BTreeMap::new(),

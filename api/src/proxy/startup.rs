@@ -1,0 +1,118 @@
+//! What clients hear before there is a state to answer from, and what load balancers hear when they
+//! ask whether to send any.
+//!
+//! A replica that is in no cluster knows no model. "Not found" would be final for every SDK, so it
+//! says that it is starting, until it has applied what the cluster had committed (I82).
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
+use http::{HeaderValue, Method, Response, StatusCode};
+use state::StateView;
+use tokio::time::Instant;
+
+use crate::error::ProxyError;
+use crate::readiness::ReadinessCheck;
+
+/// How long one look at the readiness answers all who ask: anybody may.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Whether there is a state to answer from.
+#[derive(Default)]
+pub(super) struct Startup {
+    /// `None`: where nothing but requests is served, as in benchmarks; it counts as ready.
+    readiness: Option<Arc<ReadinessCheck>>,
+    /// Both only turn true.
+    is_founded: AtomicBool,
+    has_caught_up: AtomicBool,
+    /// The last look: when, and whether this replica should get traffic.
+    look: Mutex<Option<(Instant, bool)>>,
+}
+
+impl Startup {
+    pub(super) fn new(readiness: Arc<ReadinessCheck>) -> Self {
+        Self {
+            readiness: Some(readiness),
+            ..Self::default()
+        }
+    }
+
+    /// Refuses all requests until the cluster is founded as far as this replica knows.
+    pub(super) fn check(&self, view: &StateView) -> Result<(), ProxyError> {
+        if self.is_founded.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        if !view.registry().initialised {
+            return Err(ProxyError::Starting);
+        }
+        self.is_founded.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The failure that the client is told: what is not known here may be known to the cluster.
+    pub(super) fn doubt(&self, failure: ProxyError) -> ProxyError {
+        match failure {
+            ProxyError::UnknownModel { .. } if !self.has_caught_up() => ProxyError::Starting,
+            failure => failure,
+        }
+    }
+
+    /// Whether this replica knows what the cluster knew when it started.
+    pub(super) fn has_caught_up(&self) -> bool {
+        let Some(readiness) = &self.readiness else {
+            return true;
+        };
+        let is_known = self.has_caught_up.load(Ordering::Relaxed);
+        let has_caught_up = is_known || readiness.has_caught_up();
+        if has_caught_up && !is_known {
+            self.has_caught_up.store(true, Ordering::Relaxed);
+        }
+        has_caught_up
+    }
+
+    /// Answers a probe of a load balancer; `None` for any other request. It needs no key, counts as
+    /// nobody's request, and tells no reasons: everybody may ask.
+    pub(super) fn probe(&self, method: &Method, path: &str) -> Option<Response<Bytes>> {
+        let is_probe = matches!(path, "/health" | "/ping" | "/readyz" | "/livez");
+        if !is_probe || !matches!(*method, Method::GET | Method::HEAD) {
+            return None;
+        }
+        let (status, body) = match path {
+            "/livez" => (StatusCode::OK, r#"{"status":"alive"}"#),
+            _ if self.is_fit() => (StatusCode::OK, r#"{"status":"ready"}"#),
+            _ => (StatusCode::SERVICE_UNAVAILABLE, r#"{"status":"not-ready"}"#),
+        };
+        let mut response = Response::new(Bytes::from_static(body.as_bytes()));
+        *response.status_mut() = status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        if status == StatusCode::SERVICE_UNAVAILABLE {
+            headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
+        }
+        Some(response)
+    }
+
+    fn is_fit(&self) -> bool {
+        let Some(readiness) = &self.readiness else {
+            return true;
+        };
+        // Whoever sends traffic should hear of a drain before the last look grows old.
+        if readiness.lifecycle.is_draining() {
+            return false;
+        }
+        let now = Instant::now();
+        let mut look = self.look.lock().unwrap_or_else(PoisonError::into_inner);
+        match *look {
+            Some((at, is_fit)) if now.duration_since(at) < LOOK_INTERVAL => is_fit,
+            _ => {
+                let is_fit = readiness.readiness().is_fit();
+                *look = Some((now, is_fit));
+                is_fit
+            }
+        }
+    }
+}

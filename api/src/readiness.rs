@@ -1,0 +1,207 @@
+//! Whether this replica should get traffic, and why not: for the admin listener's `/readyz`, and in
+//! one word for load balancers that ask the data listener.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde::Serialize;
+use state::StateView;
+use tokio_util::sync::CancellationToken;
+
+use crate::backends::Backends;
+use crate::divergence::Digests;
+use crate::ports::{Cluster, ClusterStatus};
+use crate::routing::SharedOutbox;
+
+/// Difference of a member's clock above which a warning is shown, in milliseconds.
+const CLOCK_SKEW_MS_MAX: u64 = 1000;
+
+/// Phase of a replica's life. Cheap to clone; no transition can be reversed.
+#[derive(Clone, Default)]
+pub struct Lifecycle {
+    serving: Arc<AtomicBool>,
+    draining: Arc<AtomicBool>,
+    ended: CancellationToken,
+}
+
+impl Lifecycle {
+    /// Marks the data plane as taking requests. Before that, `/readyz` answers 503.
+    pub fn serve(&self) {
+        self.serving.store(true, Ordering::Release);
+    }
+
+    /// Marks the replica as leaving. From here on, `/readyz` answers 503.
+    pub fn drain(&self) {
+        self.draining.store(true, Ordering::Release);
+    }
+
+    /// Ends open event streams, so that the admin listener can close.
+    pub fn end_streams(&self) {
+        self.ended.cancel();
+    }
+
+    /// Whether the data plane takes requests.
+    #[must_use]
+    pub fn is_serving(&self) -> bool {
+        self.serving.load(Ordering::Acquire)
+    }
+
+    /// Whether the replica is leaving.
+    #[must_use]
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
+    }
+
+    /// Cancelled by [`Lifecycle::end_streams`].
+    pub(crate) fn ended(&self) -> CancellationToken {
+        self.ended.clone()
+    }
+}
+
+/// What readiness is judged from.
+pub struct ReadinessCheck {
+    /// The log and the members.
+    pub cluster: Arc<dyn Cluster>,
+    /// Published part of the state.
+    pub view: Arc<StateView>,
+    /// Health of the engines.
+    pub backends: Arc<Backends>,
+    /// Digests by index.
+    pub digests: Arc<Digests>,
+    /// What the log does not know yet.
+    pub outbox: Arc<SharedOutbox>,
+    /// Whether the replica takes requests.
+    pub lifecycle: Lifecycle,
+}
+
+/// Whether a replica takes traffic, and the reasons if it does not.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Readiness {
+    /// `ready`, `degraded` (serves what it knows, but nothing can be committed) or `not-ready`.
+    pub(crate) status: &'static str,
+    /// Why it is not `ready`.
+    reasons: Vec<String>,
+    /// Conditions that do not prevent `ready` but need attention.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
+    /// Index applied here.
+    applied_index: u64,
+}
+
+impl Readiness {
+    /// Whether it should get traffic.
+    pub(crate) fn is_fit(&self) -> bool {
+        self.status != "not-ready"
+    }
+}
+
+impl ReadinessCheck {
+    /// Determines readiness. docs/guide/runbook.md gives the remedy for each reason.
+    pub(crate) fn readiness(&self) -> Readiness {
+        let status = self.cluster.status();
+        let (mut against, mut lacking) = (Vec::new(), Vec::new());
+        self.judge_process(&status, &mut against);
+        if !self.has_healthy_backend() {
+            against.push("no healthy backend".to_owned());
+        }
+        if !status.has_quorum {
+            lacking.push("no quorum".to_owned());
+        }
+        self.judge_state(&status, &mut against, &mut lacking);
+        if self.outbox.status().is_degraded {
+            lacking.push("local updates have not been committed for over a second".to_owned());
+        }
+        let name = match (against.is_empty(), lacking.is_empty()) {
+            (true, true) => "ready",
+            (true, false) => "degraded",
+            (false, _) => "not-ready",
+        };
+        against.append(&mut lacking);
+        Readiness {
+            status: name,
+            reasons: against,
+            warnings: self.warnings(&status),
+            applied_index: status.applied_index,
+        }
+    }
+
+    /// Whether everything is applied that was committed when this replica started. Stays true.
+    pub(crate) fn has_caught_up(&self) -> bool {
+        self.cluster.status().caught_up
+    }
+
+    /// What keeps the process from serving.
+    fn judge_process(&self, status: &ClusterStatus, against: &mut Vec<String>) {
+        if self.lifecycle.is_draining() {
+            against.push("draining".to_owned());
+        } else if !self.lifecycle.is_serving() {
+            against.push("warming up".to_owned());
+        }
+        if status.is_removed {
+            against.push("removed from the cluster".to_owned());
+        }
+        if let Some(fault) = &status.fault {
+            against.push(format!("storage fault: {fault}"));
+        }
+        if let Some(why) = &status.waiting {
+            against.push(format!("storage: waiting for disk space: {why}"));
+        }
+        if let Some(minority) = self.digests.minority() {
+            against.push(format!(
+                "state differs from that of {} other replicas at log index {} and is being replaced",
+                minority.holders.len(),
+                minority.index
+            ));
+        }
+    }
+
+    /// Whether the state here is the cluster's.
+    fn judge_state(
+        &self,
+        status: &ClusterStatus,
+        against: &mut Vec<String>,
+        lacking: &mut Vec<String>,
+    ) {
+        match (status.caught_up, status.has_quorum) {
+            (true, _) => {}
+            // After a restart without a quorum, nobody knows how far the cluster was. The state
+            // from disk is served: it is better than no answer, and perhaps nobody has more.
+            (false, false) if self.view.registry().initialised => {
+                let why = "not known to be caught up: serving the state it was stopped with";
+                lacking.push(why.to_owned());
+            }
+            (false, _) => {
+                against.push(match &status.unjoined {
+                    Some(why) => format!("not in a cluster: {why}"),
+                    None => "not caught up with the cluster".to_owned(),
+                });
+                let peers = status.peers.iter().filter(|peer| peer.is_hindrance);
+                against.extend(peers.map(|peer| format!("peer {}: {}", peer.address, peer.detail)));
+            }
+        }
+    }
+
+    fn has_healthy_backend(&self) -> bool {
+        let registry = self.view.registry();
+        let mut serving = registry.backends.iter().filter(|it| !it.draining);
+        serving.any(|backend| self.backends.is_up(&registry, backend))
+    }
+
+    fn warnings(&self, status: &ClusterStatus) -> Vec<String> {
+        let mut warnings = Vec::new();
+        for (id, member) in &status.members {
+            let skew_ms = member.clock_skew_ms.unwrap_or(0);
+            if skew_ms.unsigned_abs() > CLOCK_SKEW_MS_MAX {
+                warnings.push(format!(
+                    "the clock of replica {id} differs from this one's by {skew_ms} ms"
+                ));
+            }
+        }
+        for model in self.backends.panicking(&self.view.registry()) {
+            warnings.push(format!(
+                "panic mode for model {model}: probes fail while requests are answered"
+            ));
+        }
+        warnings
+    }
+}

@@ -1,0 +1,99 @@
+//! A cluster that does not form says why, peer by peer.
+
+use std::net::TcpListener;
+
+use super::process::{Replica, free, get, private_file, until};
+use super::{quorate, text};
+
+#[test]
+fn a_replica_that_finds_no_cluster_names_each_peer_and_reason() {
+    let [own, refused, other, same_id, other_secret] = free();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let dir = tempfile::TempDir::new().unwrap();
+    let secret = |name: &str| {
+        let file = private_file(dir.path(), name, &name.repeat(40));
+        format!("secret_file = {file:?}\n")
+    };
+    let (ours, theirs) = (secret("a"), secret("b"));
+    let unknown = "no..such.host:8082";
+    let peers = format!(
+        "[cluster]\npeers = [\"{refused}\", \"{unknown}\", \"{}\", \"{other}\", \"{same_id}\", \
+         \"{other_secret}\"]\nbootstrap_expect = 6\n",
+        silent.local_addr().unwrap()
+    );
+    let _others = [
+        Replica::start(2, other, &format!("{peers}{ours}name = \"staging\"\n")),
+        Replica::start(1, same_id, &format!("{peers}{ours}")),
+        Replica::start(3, other_secret, &format!("{peers}{theirs}")),
+    ];
+    let replica = Replica::start(1, own, &format!("{peers}{ours}"));
+    let found = [
+        (refused.to_string(), "refused"),
+        (unknown.to_owned(), "name-not-found"),
+        (silent.local_addr().unwrap().to_string(), "timed-out"),
+        (other.to_string(), "other-cluster"),
+        (same_id.to_string(), "same-id"),
+        (other_secret.to_string(), "wrong-secret"),
+        (own.to_string(), "own-address-missing"),
+    ];
+    until("every peer is named with its reason", || {
+        let Some(answer) = get(replica.admin, "/admin/v1/cluster") else {
+            return false;
+        };
+        let cluster = answer.json();
+        let peers = cluster["peers"].as_array().into_iter().flatten();
+        let peers: Vec<_> = peers
+            .map(|peer| {
+                (
+                    peer["address"].as_str().unwrap(),
+                    peer["state"].as_str().unwrap(),
+                )
+            })
+            .collect();
+        found
+            .iter()
+            .all(|(address, state)| peers.contains(&(address, state)))
+    });
+
+    let told = quorate(&["status", "--admin", &replica.admin.to_string()]);
+    assert_eq!(told.status.code(), Some(1));
+    let readiness = get(replica.admin, "/readyz").unwrap();
+    assert_eq!(readiness.status, 503);
+    let waiting = "waiting for 6 replicas, 1 of them answer";
+    let shown = text(&told.stdout);
+    for (address, state) in &found {
+        let line = shown.lines().find(|line| line.contains(address.as_str()));
+        assert!(line.is_some_and(|line| line.contains(state)), "{shown}");
+        assert!(
+            readiness.body.contains(&format!("peer {address}: ")),
+            "{readiness:?}"
+        );
+    }
+    assert!(
+        shown.contains(waiting) && readiness.body.contains(waiting),
+        "{shown}"
+    );
+    let addresses = found.each_ref().map(|(address, _)| address.as_str());
+    replica.process.says(&["not in a cluster yet", waiting]);
+    replica.process.says(&addresses);
+    replica.process.says(&[
+        "Connection refused",
+        "name not found",
+        "no answer in time",
+        "cluster \\\"staging\\\"",
+        "another replica with node.id 1",
+        "another cluster.secret_file",
+        "not in cluster.peers",
+    ]);
+}
+
+#[test]
+fn dev_refuses_what_its_replicas_cannot_share() {
+    for setting in ["node.id=7", "listen.data=127.0.0.1:1", "cluster.join=a:1"] {
+        let output = quorate(&["dev", "--once", "--set", setting]);
+        let told = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{told}");
+        let key = setting.split_once('=').unwrap().0;
+        assert!(told.contains(&format!("{key} cannot be set")), "{told}");
+    }
+}

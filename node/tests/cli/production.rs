@@ -1,0 +1,97 @@
+//! The example of docs/guide/production.md as it is written, with files and ports of this test.
+
+use super::process::{Engine, Replica, free, get, private_file, send};
+
+/// The first config in the guide.
+fn example() -> String {
+    let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide/production.md");
+    let guide = std::fs::read_to_string(guide).unwrap();
+    let (_, rest) = guide.split_once("```toml\n").unwrap();
+    rest.split_once("```").unwrap().0.to_owned()
+}
+
+/// Puts what is there on this machine in the place of what the example names.
+fn put(text: &str, replaced: &[(&str, String)]) -> String {
+    replaced
+        .iter()
+        .fold(text.to_owned(), |text, (before, after)| {
+            assert!(text.contains(before), "{before} in {text}");
+            text.replace(before, after)
+        })
+}
+
+#[test]
+fn the_example_can_be_probed_and_scraped() {
+    let engine = Engine::start();
+    let dir = tempfile::TempDir::new().unwrap();
+    let [data, admin, peer] = free();
+    let all = |port: u16| format!("0.0.0.0:{port}");
+    let text = put(
+        &example(),
+        &[
+            (
+                "/var/lib/quorate",
+                dir.path().join("data").display().to_string(),
+            ),
+            (
+                "/etc/quorate/secret",
+                private_file(dir.path(), "secret", &"s".repeat(40)),
+            ),
+            (
+                "/etc/quorate/keys",
+                private_file(dir.path(), "keys", "sk-1 ada\n"),
+            ),
+            ("0.0.0.0:8080", all(data.port())),
+            ("10.0.0.1:8081", format!("127.0.0.2:{}", admin.port())),
+            ("0.0.0.0:8082", all(peer.port())),
+            ("10.0.0.1", "127.0.0.2".to_owned()),
+            ("quorate-peers:8082", format!("localhost:{}", peer.port())),
+            ("bootstrap_expect = 3", "bootstrap_expect = 1".to_owned()),
+            ("http://10.0.1.1:8000", engine.url.clone()),
+        ],
+    );
+    let own_admin = ([127, 0, 0, 2], admin.port()).into();
+    let replica = Replica::start_text(dir, &text, [data, own_admin]);
+    replica.ready();
+    // A load balancer asks where it sends clients, without a key.
+    for path in ["/health", "/ping", "/readyz"] {
+        let answer = get(data, path).unwrap();
+        assert_eq!(
+            (answer.status, answer.body.as_str()),
+            (200, "{\"status\":\"ready\"}")
+        );
+    }
+    assert_eq!(get(data, "/livez").unwrap().status, 200);
+    let head = send(data, "HEAD", "/health", "", None).unwrap();
+    assert_eq!((head.status, head.body.as_str()), (200, ""));
+    assert_eq!(replica.chat("emulated", "").status, 401);
+    let key = "authorization: Bearer sk-1\r\n";
+    assert_eq!(replica.chat("emulated", key).status, 200);
+    // Prometheus reaches the admin listener on its own address, and nobody on another.
+    let metrics = get(replica.admin, "/metrics").unwrap();
+    assert_eq!(metrics.status, 200);
+    let counted = |line: &str| {
+        metrics
+            .body
+            .contains(&format!("\nquorate_proxy_requests_total{{{line}\n"))
+    };
+    assert!(
+        counted("outcome=\"finished\",code=\"200\"} 1"),
+        "{}",
+        metrics.body
+    );
+    assert!(
+        counted("outcome=\"refused\",code=\"401\"} 1"),
+        "{}",
+        metrics.body
+    );
+    assert!(
+        !metrics.body.contains("outcome=\"local\""),
+        "probes are no requests"
+    );
+    assert!(get(admin, "/metrics").is_none(), "another address");
+    replica.process.signal("TERM");
+    replica.process.says(&["draining"]);
+    let leaving = get(data, "/health").map(|answer| answer.status);
+    assert!(leaving.is_none_or(|status| status == 503), "{leaving:?}");
+}
