@@ -98,12 +98,14 @@ async fn ask(
     (peer, request_id): (&HeaderValue, &HeaderValue),
 ) -> Result<Response<EngineBody>, SendError> {
     let endpoint = proxy.pool.endpoint(keeper.handle, &keeper.url)?;
+    let keys = proxy.backends.keys();
+    let engine_key = keys.of_requests(&keeper.id, &keeper.url);
     let hop = Hop {
         peer,
         version: head.version,
         request_id,
         forward_credentials: proxy.settings.api_keys.is_none(),
-        engine_key: proxy.backends.keys().of_requests(&keeper.id, &keeper.url),
+        engine_key: engine_key.as_ref(),
         strip: &proxy.settings.strip_headers,
     };
     let target = head.uri.path_and_query().cloned();
