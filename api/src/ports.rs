@@ -108,7 +108,7 @@ pub struct ClusterStatus {
     pub unjoined: Option<String>,
     /// While it is in no cluster: what it found at the addresses of its config.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub peers: Vec<PeerReport>,
+    pub peers: Vec<PeerFinding>,
     /// Why the log is waiting, for example for disk space; it resumes without intervention.
     pub waiting: Option<String>,
     /// `CARGO_PKG_VERSION` of this replica.
@@ -119,7 +119,7 @@ pub struct ClusterStatus {
 
 /// What a replica that is in no cluster found at an address of its config.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
-pub struct PeerReport {
+pub struct PeerFinding {
     /// Host and port, or the name to be resolved.
     pub address: String,
     /// `this-replica`, `answers`, `member`, `refused`, `name-not-found`, `timed-out`,

@@ -83,7 +83,7 @@ pub use replay::{ReplayError, ReplayRange, replay};
 pub use replica::Replica;
 #[cfg(feature = "fuzzing")]
 pub use replica::lies;
-pub use status::{Member, PeerReport, PeerState, Role, Status};
+pub use status::{Member, PeerFinding, PeerState, Role, Status};
 pub use storage::Storage;
 
 /// Name of a cluster whose config does not name it.

@@ -36,7 +36,7 @@ pub struct Status {
     /// Why it is in no cluster yet, as far as it knows. It keeps trying.
     pub unjoined: Option<String>,
     /// While it is in no cluster: what it found at the addresses of its config.
-    pub peers: Vec<PeerReport>,
+    pub peers: Vec<PeerFinding>,
     /// Why nothing can be written to its log at present (disk full). It resumes by itself.
     pub waiting: Option<String>,
     /// All members, this one included.
@@ -65,7 +65,7 @@ pub enum Role {
 
 /// What a replica that is in no cluster found at an address.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PeerReport {
+pub struct PeerFinding {
     /// Host and port, or the name to be resolved.
     pub address: String,
     /// What was found, for programs.

@@ -4,7 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use api::ports::{
-    BoxFuture, ChangeError, Cluster, ClusterStatus, MemberStatus, PeerReport, Propose, ProposeError,
+    BoxFuture, ChangeError, Cluster, ClusterStatus, MemberStatus, PeerFinding, Propose,
+    ProposeError,
 };
 use raft::{Replica, Role};
 use state::RouterState;
@@ -364,15 +365,15 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
         is_removed: status.is_removed,
         fault: status.fault.clone(),
         unjoined: status.unjoined.clone(),
-        peers: status.peers.iter().map(peer_report).collect(),
+        peers: status.peers.iter().map(peer_finding).collect(),
         waiting: status.waiting.clone(),
         version: env!("CARGO_PKG_VERSION"),
         members: status.members.iter().map(member).collect(),
     }
 }
 
-fn peer_report(peer: &raft::PeerReport) -> PeerReport {
-    PeerReport {
+fn peer_finding(peer: &raft::PeerFinding) -> PeerFinding {
+    PeerFinding {
         address: peer.address.clone(),
         state: peer.state.name(),
         is_hindrance: !peer.state.is_fine(),

@@ -34,7 +34,7 @@ use crate::identity::ClusterBinding;
 use crate::locks::lock;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
-use crate::status::{PeerReport, PeerState, Role};
+use crate::status::{PeerFinding, PeerState, Role};
 use crate::types::Node;
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
@@ -56,7 +56,7 @@ struct Discovery {
     /// How many replicas there may be, this one included.
     replicas: usize,
     /// What was found at each address.
-    reports: Vec<PeerReport>,
+    reports: Vec<PeerFinding>,
 }
 
 /// Refuses so few founders that the other peers could found a cluster too.
@@ -202,7 +202,7 @@ impl ReplicaInner {
             .collect();
         mark_doubles(&mut reports, &answers);
         if let (Some(error), Peers::Dns(name)) = (unresolved, peers) {
-            reports.push(PeerReport {
+            reports.push(PeerFinding {
                 address: name.clone(),
                 state: PeerState::UnknownName,
                 detail: format!("name not found: {error}"),
@@ -228,7 +228,7 @@ impl ReplicaInner {
     }
 
     /// Reports that the founders do not include this replica, as far as can be told.
-    fn own_address_missing(&self, peers: &Peers, reports: &[PeerReport]) -> Option<PeerReport> {
+    fn own_address_missing(&self, peers: &Peers, reports: &[PeerFinding]) -> Option<PeerFinding> {
         let Formation::Bootstrap { .. } = &self.options.formation else {
             return None;
         };
@@ -242,7 +242,7 @@ impl ReplicaInner {
             Peers::Dns(_) if reports.iter().any(|peer| !peer.state.is_fine()) => return None,
             Peers::Dns(name) => format!("{name} does not resolve to this replica's own address"),
         };
-        Some(PeerReport {
+        Some(PeerFinding {
             address: own.clone(),
             state: PeerState::OwnMissing,
             detail,

@@ -9,7 +9,7 @@ use tonic::Code;
 
 use crate::identity::ReplicaIdentity;
 use crate::net::{CallOnceError, ConnectFailure};
-use crate::status::{PeerReport, PeerState};
+use crate::status::{PeerFinding, PeerState};
 use crate::wire::proto;
 
 /// Time until the first line, and the shortest time between two.
@@ -25,7 +25,7 @@ pub(super) struct Search {
     /// Why this replica is in none yet.
     pub(super) problem: Option<String>,
     /// What was found at each address.
-    pub(super) peers: Vec<PeerReport>,
+    pub(super) peers: Vec<PeerFinding>,
 }
 
 impl Search {
@@ -75,7 +75,7 @@ pub(super) fn report(
     address: &str,
     answer: &Result<proto::InfoResponse, AskError>,
     own: &ReplicaIdentity,
-) -> PeerReport {
+) -> PeerFinding {
     let (state, detail) = match answer {
         Err(error) => (error.state, error.why.clone()),
         Ok(info) if info.store == own.store => (PeerState::Own, "this replica".to_owned()),
@@ -92,7 +92,7 @@ pub(super) fn report(
             format!("replica {}, in no cluster yet", info.id),
         ),
     };
-    PeerReport {
+    PeerFinding {
         address: address.to_owned(),
         state,
         detail,
@@ -101,7 +101,7 @@ pub(super) fn report(
 
 /// Marks peers that share an id with each other: only one of them can be in a cluster.
 pub(super) fn mark_doubles(
-    reports: &mut [PeerReport],
+    reports: &mut [PeerFinding],
     answers: &[Result<proto::InfoResponse, AskError>],
 ) {
     let mut first: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
@@ -120,11 +120,11 @@ pub(super) fn mark_doubles(
 
 /// What was found at each address lately, so that one slow answer changes nothing.
 #[derive(Debug, Default)]
-pub(super) struct LastSeen(BTreeMap<String, (Instant, PeerReport)>);
+pub(super) struct LastSeen(BTreeMap<String, (Instant, PeerFinding)>);
 
 impl LastSeen {
     /// Replaces reports of no answer by what was found there within [`SEEN_FOR`].
-    pub(super) fn steady(&mut self, now: Instant, reports: &mut [PeerReport]) {
+    pub(super) fn steady(&mut self, now: Instant, reports: &mut [PeerFinding]) {
         for report in reports {
             let seen = self.0.get(&report.address);
             match seen.filter(|(at, _)| now.duration_since(*at) < SEEN_FOR) {
@@ -194,7 +194,7 @@ mod tests {
 
     #[test]
     fn one_slow_answer_changes_nothing() {
-        let report = |state, detail: &str| PeerReport {
+        let report = |state, detail: &str| PeerFinding {
             address: "a:1".to_owned(),
             state,
             detail: detail.to_owned(),
@@ -203,7 +203,7 @@ mod tests {
         let silent = report(PeerState::TimedOut, "no answer in time");
         let start = Instant::now();
         let mut seen = LastSeen::default();
-        let mut steady = |after: Duration, report: &PeerReport| {
+        let mut steady = |after: Duration, report: &PeerFinding| {
             let mut reports = [report.clone()];
             seen.steady(start + after, &mut reports);
             reports[0].state
