@@ -107,12 +107,7 @@ impl ReferenceModel {
         if !is_founding(command) && self.registers.value(&RegisterKey::Policy).is_none() {
             return Reply::Rejected(Rejection::NotInitialised);
         }
-        if let Command::DeleteUser { name } = command
-            && let Err(reject) = self.users.check_delete(name)
-        {
-            return Reply::Rejected(reject);
-        }
-        let reply = self.registers.write(command);
+        let reply = self.write(command);
         if let Reply::Rejected(_) = reply {
             return reply;
         }
@@ -177,6 +172,16 @@ impl ReferenceModel {
             Command::FinishRestore { .. } => self.is_replaced = true,
         }
         reply
+    }
+
+    /// What the writer of settings is to be told.
+    fn write(&mut self, command: &Command) -> Reply {
+        if let Command::DeleteUser { name } = command
+            && let Err(reject) = self.users.check_delete(name)
+        {
+            return Reply::Rejected(reject);
+        }
+        self.registers.write(command)
     }
 
     fn admit_by(&mut self, settings: &AdmissionSettings) {
