@@ -54,14 +54,18 @@ fn a_replica_that_finds_no_cluster_names_each_peer_and_reason() {
             .iter()
             .all(|(address, state)| peers.contains(&(address, state)))
     });
+    check_told(&replica, &found);
+}
 
+/// Command, probe and log say what the API does.
+fn check_told(replica: &Replica, found: &[(String, &str); 7]) {
     let told = quorate(&["status", "--admin", &replica.admin.to_string()]);
     assert_eq!(told.status.code(), Some(1));
     let readiness = get(replica.admin, "/readyz").unwrap();
     assert_eq!(readiness.status, 503);
     let waiting = "waiting for 6 replicas, 1 of them answer";
     let shown = text(&told.stdout);
-    for (address, state) in &found {
+    for (address, state) in found {
         let line = shown.lines().find(|line| line.contains(address.as_str()));
         assert!(line.is_some_and(|line| line.contains(state)), "{shown}");
         assert!(
