@@ -145,6 +145,7 @@ fn tell_faults(error: &anyhow::Error) {
             Place::File(span) => faults.line(span.start),
             Place::Variable(name) => name.clone(),
             Place::Flag(flag) => format!("--set {flag}"),
+            Place::Backend(url) => format!("--backend {url}"),
             Place::Nowhere => faults.file.clone(),
         };
         let (fault, expected) = (&fault.message, &fault.expected);
