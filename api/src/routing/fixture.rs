@@ -157,6 +157,9 @@ pub(super) const HEALTHY: Health = Health {
     adapters: None,
 };
 
+/// The only replica of most tests, and its run.
+const FIRST: (ReplicaId, SessionId) = (ReplicaId(1), SessionId(1));
+
 /// A router over `port`'s log, all its backends healthy, blocks of 16 bytes.
 pub(super) fn router(port: &Port, outbox: OutboxSettings) -> Arc<Router> {
     router_with(port, outbox, ModelSettings::characters("*", 16))
@@ -168,20 +171,25 @@ pub(super) fn router_with(
     outbox: OutboxSettings,
     model: ModelSettings,
 ) -> Arc<Router> {
-    build(port, outbox, model, SelectSettings::default(), 1)
+    build(port, outbox, model, SelectSettings::default(), FIRST)
 }
 
 /// As [`router`], of this replica.
 pub(super) fn router_of(port: &Port, replica: u8) -> Arc<Router> {
+    router_in(port, ReplicaId(replica), SessionId(replica.into()))
+}
+
+/// As [`router`], of this run of this replica.
+pub(super) fn router_in(port: &Port, replica: ReplicaId, session: SessionId) -> Arc<Router> {
     let model = ModelSettings::characters("*", 16);
     let (outbox, select) = (OutboxSettings::default(), SelectSettings::default());
-    build(port, outbox, model, select, replica)
+    build(port, outbox, model, select, (replica, session))
 }
 
 /// As [`router`], with these labels to keep to.
 pub(super) fn router_selecting(port: &Port, select: SelectSettings) -> Arc<Router> {
     let model = ModelSettings::characters("*", 16);
-    build(port, OutboxSettings::default(), model, select, 1)
+    build(port, OutboxSettings::default(), model, select, FIRST)
 }
 
 fn build(
@@ -189,7 +197,7 @@ fn build(
     outbox: OutboxSettings,
     model: ModelSettings,
     select: SelectSettings,
-    replica: u8,
+    (replica, session): (ReplicaId, SessionId),
 ) -> Arc<Router> {
     let log = port.log.lock().unwrap();
     let backends = Backends::new(ProbeSettings::default());
@@ -200,8 +208,8 @@ fn build(
         view: log.state.view(),
         backends: Arc::new(backends),
         models: vec![model],
-        replica: ReplicaId(replica),
-        session: SessionId(replica.into()),
+        replica,
+        session,
         outbox,
         overrides: PolicyConfig::defaults(),
         select,

@@ -152,7 +152,8 @@ impl Shares {
         self.show(&inner.book);
     }
 
-    /// Takes in what waits here for places.
+    /// Takes in what waits here for places, all of which nothing here can take; hands over those
+    /// that are free all the same and that others wait for.
     pub fn want(&self, wanted: WantedPlaces) {
         let mut inner = self.lock();
         let is_more = wanted.iter().any(|(backend, now)| {
@@ -160,7 +161,9 @@ impl Shares {
             now.requests > before.requests
         });
         inner.wanted = wanted;
-        if is_more {
+        let wanted_elsewhere: Vec<BackendRef> = inner.book.wanted_elsewhere().collect();
+        let gave = self.balance_each(&mut inner, wanted_elsewhere);
+        if is_more || gave {
             // Who tells the peers takes the rest in.
             self.load.news().notify_one();
         }
@@ -210,7 +213,12 @@ impl Shares {
 
     /// Answers whether anything was handed over.
     fn balance_all(&self, inner: &mut Inner) -> bool {
-        let backends: Vec<BackendRef> = inner.book.backends().collect();
+        let backends = inner.book.backends().collect();
+        self.balance_each(inner, backends)
+    }
+
+    /// As [`Shares::balance_all`], at these backends.
+    fn balance_each(&self, inner: &mut Inner, backends: Vec<BackendRef>) -> bool {
         let balanced = backends.into_iter().map(|it| self.balance(inner, it));
         balanced.fold(false, |is_any, gave| is_any | gave)
     }

@@ -6,6 +6,7 @@ mod filters;
 mod panic;
 mod policies;
 mod samples;
+mod saturated;
 mod shares;
 mod tokens;
 

@@ -264,6 +264,15 @@ impl ShareBook {
         }
     }
 
+    /// Limited backends where requests of others wait for places, as they told last.
+    pub fn wanted_elsewhere(&self) -> impl Iterator<Item = BackendRef> {
+        let is_wanted = |backend: &BackendRef| {
+            let mut told = self.in_epoch().filter_map(|(_, it)| it.place(*backend));
+            told.any(|it| it.demand.waiting > 0)
+        };
+        self.backends().filter(is_wanted)
+    }
+
     /// Hands places over. The caller has made sure that this replica does not use them.
     pub fn give(&mut self, backend: BackendRef, to: ReplicaId, places: u32) {
         if let Some(share) = self.backends.get_mut(&backend) {

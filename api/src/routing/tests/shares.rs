@@ -155,6 +155,21 @@ fn one_busy_replica_uses_the_whole_limit() {
 }
 
 #[test]
+fn a_free_place_that_nothing_here_can_take_is_handed_over_at_once() {
+    let mut cluster = Cluster::new(3, 1);
+    (0..3).for_each(|at| assert_eq!(cluster.start(at, 2), 2));
+    // One more than its fair part: nobody owes it a place that falls free.
+    cluster.want(1, 1);
+    cluster.exchange();
+    cluster.replicas[0].running.pop();
+    // What waits there cannot go: the gate holds it, or the log has granted nothing.
+    cluster.want(0, 0);
+    assert_eq!(cluster.start(0, 1), 0, "it is handed over");
+    cluster.exchange();
+    assert_eq!(cluster.start(1, 1), 1);
+}
+
+#[test]
 fn nothing_waits_while_there_are_plenty() {
     let mut cluster = Cluster::new(3, 4);
     for turn in 0..60 {

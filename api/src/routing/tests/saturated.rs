@@ -1,0 +1,195 @@
+//! Replicas with more requests than places: their queues, their outboxes and what they tell each
+//! other, as production runs them, on one clock that nobody waits for.
+
+mod cluster;
+
+use state::admission::{AdmissionSettings, Concurrency, Grants, Order};
+use state::command::Command;
+
+use std::time::Duration;
+
+use self::cluster::{COMMIT, Filled, LIMIT, SaturatedCluster};
+
+/// What decides who goes next.
+#[derive(Debug, Clone, Copy)]
+struct Rules(Order, Grants);
+
+impl Rules {
+    fn limited(self, limit: u32) -> AdmissionSettings {
+        AdmissionSettings {
+            concurrency: Concurrency::Fixed(limit),
+            order: self.0,
+            grants: self.1,
+            ..AdmissionSettings::default()
+        }
+    }
+}
+
+const VTC: Rules = Rules(Order::Vtc, Grants::Gate);
+const BY_LOG: Rules = Rules(Order::Vtc, Grants::Log);
+/// Places of the limit that are in use, of a hundred, when there are more requests than places.
+const FULL_PERCENT: u64 = 90;
+
+/// A cluster with so many clients at each replica.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    rules: Rules,
+    clients: [usize; 3],
+    has_shares: bool,
+    commit: Duration,
+}
+
+const fn case(rules: Rules, clients: [usize; 3]) -> Case {
+    Case {
+        rules,
+        clients,
+        has_shares: true,
+        commit: COMMIT,
+    }
+}
+
+impl Case {
+    /// What is seen of it.
+    async fn run(self) -> Filled {
+        let settings = self.rules.limited(LIMIT);
+        let cluster = SaturatedCluster::start(settings, self.has_shares, self.commit).await;
+        for (id, clients) in (1..).zip(self.clients) {
+            cluster.come(id, clients);
+        }
+        let warm_up = cluster.watch(500).await;
+        let seen = cluster.watch(1500).await;
+        Filled {
+            most: warm_up.most.max(seen.most),
+            ..seen
+        }
+    }
+
+    async fn is_held_and_full(self, percent: u64) {
+        let seen = self.run().await;
+        println!("{self:?}: {seen:?}");
+        assert!(seen.most <= LIMIT, "{self:?}: {seen:?}");
+        assert!(seen.percent >= percent, "{self:?}: {seen:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limit_is_never_exceeded_and_nearly_always_filled() {
+    let fcfs = Rules(Order::Fcfs, Grants::Gate);
+    let dlpm = Rules(Order::Dlpm, Grants::Gate);
+    for case in [
+        case(VTC, [8, 8, 8]),
+        case(VTC, [1, 2, 20]),
+        case(VTC, [0, 24, 0]),
+        case(fcfs, [8, 8, 8]),
+        case(fcfs, [24, 0, 0]),
+        case(dlpm, [2, 2, 4]),
+        case(dlpm, [1, 8, 8]),
+    ] {
+        case.is_held_and_full(FULL_PERCENT).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn grants_of_the_log_leave_hardly_a_place_unused() {
+    for case in [
+        case(BY_LOG, [8, 8, 8]),
+        case(BY_LOG, [1, 2, 20]),
+        case(BY_LOG, [24, 0, 0]),
+        case(BY_LOG, [0, 2, 6]),
+        case(BY_LOG, [3, 3, 2]),
+    ] {
+        case.is_held_and_full(FULL_PERCENT).await;
+    }
+}
+
+/// Requests run for 200 ms. What a commit takes is lost to each only as far as nobody was granted
+/// before, so the more wait the less.
+#[tokio::test(start_paused = true)]
+async fn grants_of_a_slow_log_go_on() {
+    for (commit_ms, clients, percent) in [
+        (50, [8, 8, 8], 80),
+        (50, [24, 0, 0], 70),
+        (50, [0, 2, 6], 70),
+        (300, [8, 8, 8], 60),
+        (300, [24, 0, 0], 50),
+        (300, [0, 2, 6], 35),
+    ] {
+        let slow = Case {
+            commit: Duration::from_millis(commit_ms),
+            ..case(BY_LOG, clients)
+        };
+        slow.is_held_and_full(percent).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_shares_replicas_take_the_same_places() {
+    for rules in [VTC, Rules(Order::Fcfs, Grants::Gate)] {
+        let apart = Case {
+            has_shares: false,
+            ..case(rules, [8, 8, 8])
+        };
+        let seen = apart.run().await;
+        assert!(seen.most > LIMIT, "{seen:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_places_of_a_replica_that_dies_are_used_by_the_others_and_it_gets_them_back() {
+    for rules in [VTC, BY_LOG] {
+        let cluster = SaturatedCluster::start(rules.limited(LIMIT), true, COMMIT).await;
+        (1..=3).for_each(|id| cluster.come(id, 8));
+        cluster.watch(500).await;
+        cluster.kill(3);
+        let after = cluster.watch(1000).await;
+        let without = cluster.watch(1000).await;
+        cluster.start_again(3);
+        cluster.come(3, 8);
+        let back = cluster.watch(1000).await;
+        let with = cluster.watch(1000).await;
+        let most = [after, without, back, with].map(|it| it.most);
+        assert_eq!(most, [LIMIT; 4], "{rules:?}");
+        for seen in [without, with] {
+            assert!(seen.percent >= FULL_PERCENT, "{rules:?}: {seen:?}");
+        }
+        // A third of what six places serve in two seconds.
+        let served = cluster.ended_at(3);
+        assert!(served >= 12, "{rules:?}: {served}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_partition_costs_one_limit_for_each_side_until_it_is_over() {
+    let cluster = SaturatedCluster::start(VTC.limited(LIMIT), true, COMMIT).await;
+    (1..=3).for_each(|id| cluster.come(id, 8));
+    cluster.watch(500).await;
+    cluster.cut_off(3);
+    let parted = cluster.watch(1500).await;
+    assert_eq!(parted.most, 2 * LIMIT, "each side has all places");
+    cluster.reunite();
+    // What each side had started ends meanwhile.
+    cluster.watch(1000).await;
+    let whole = cluster.watch(1000).await;
+    assert_eq!(whole.most, LIMIT);
+    assert!(whole.percent >= FULL_PERCENT, "{whole:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limit_that_moves_is_followed_at_once() {
+    for rules in [VTC, BY_LOG] {
+        let cluster = SaturatedCluster::start(rules.limited(LIMIT), true, COMMIT).await;
+        (1..=3).for_each(|id| cluster.come(id, 8));
+        cluster.watch(500).await;
+        cluster.admin(Command::PutAdmission(rules.limited(2)));
+        // What runs goes on to its end.
+        cluster.watch(300).await;
+        let lower = cluster.watch(1000).await;
+        assert_eq!(lower.most, 2, "{rules:?}");
+        assert!(3 * lower.percent >= FULL_PERCENT, "{rules:?}: {lower:?}");
+        cluster.admin(Command::PutAdmission(rules.limited(2 * LIMIT)));
+        cluster.watch(300).await;
+        let higher = cluster.watch(1000).await;
+        assert_eq!(higher.most, 2 * LIMIT, "{rules:?}");
+        assert!(higher.percent >= 2 * FULL_PERCENT, "{rules:?}: {higher:?}");
+    }
+}

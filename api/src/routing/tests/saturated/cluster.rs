@@ -1,0 +1,376 @@
+//! Three replicas at one backend: each is a whole router with its admission and its outbox. The log
+//! and the network between them are a delay.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use state::admission::AdmissionSettings;
+use state::command::{Command, Committed, Envelope};
+use state::ids::{BackendRef, ReplicaId, SessionId, Slot};
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use super::super::{Bench, ask};
+use crate::admission::{Admission, AdmissionRequest};
+use crate::ports::{BoxFuture, Propose, ProposeError};
+use crate::prompt::PromptIdentity;
+use crate::routing::fixture::{Log, Port, router_in};
+use crate::routing::{AttemptEnd, LoadReporter, Router, RoutingRequest, UserName, share_reports};
+
+/// Limit of the one backend.
+pub(super) const LIMIT: u32 = 6;
+/// Replicas, by id from 1.
+const REPLICAS: u8 = 3;
+/// How long a message is on its way.
+const LATENCY: Duration = Duration::from_millis(1);
+/// How long a proposal takes to be applied everywhere, if nobody says.
+pub(super) const COMMIT: Duration = Duration::from_millis(5);
+/// From one report to the next.
+const EXCHANGE: Duration = Duration::from_millis(20);
+/// How long a process that refuses connections is waited for.
+const UNREACHABLE: Duration = Duration::from_millis(200);
+/// How long a request runs.
+const RUNS: Duration = Duration::from_millis(200);
+
+/// What was seen of the backend.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Filled {
+    /// Places of [`LIMIT`] that were in use, of a hundred, on average.
+    pub(super) percent: u64,
+    /// Most requests at once.
+    pub(super) most: u32,
+}
+
+/// The log of all replicas: one order, applied to all states at once.
+#[derive(Default)]
+struct SharedLog {
+    entries: Vec<Entry>,
+    logs: BTreeMap<ReplicaId, Arc<Mutex<Log>>>,
+}
+
+enum Entry {
+    Proposed(Envelope),
+    Admin(Command),
+}
+
+impl SharedLog {
+    fn commit(&mut self, entry: Entry) -> Option<Committed> {
+        let mut committed = None;
+        for log in self.logs.values() {
+            committed = apply(&mut log.lock().unwrap(), &entry);
+        }
+        self.entries.push(entry);
+        committed
+    }
+
+    /// A replica starts, and reads all there is.
+    fn read_by(&mut self, replica: ReplicaId, settings: &AdmissionSettings) -> Port {
+        let mut log = Log::new(&[None]);
+        log.admin(Command::PutAdmission(settings.clone()));
+        for entry in &self.entries {
+            apply(&mut log, entry);
+        }
+        let port = Port::new(log);
+        self.logs.insert(replica, Arc::clone(&port.log));
+        port
+    }
+}
+
+fn apply(log: &mut Log, entry: &Entry) -> Option<Committed> {
+    match entry {
+        Entry::Proposed(envelope) => Some(log.apply(envelope.clone())),
+        Entry::Admin(command) => {
+            log.admin(command.clone());
+            None
+        }
+    }
+}
+
+/// One replica's way to the log.
+struct LogPort(Arc<World>);
+
+impl Propose for LogPort {
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
+        Box::pin(async move {
+            sleep(self.0.commit).await;
+            let mut log = self.0.log.lock().unwrap();
+            let committed = log.commit(Entry::Proposed(envelope));
+            Ok(committed.expect("who proposes has a log"))
+        })
+    }
+}
+
+#[derive(Clone)]
+struct Seat {
+    session: SessionId,
+    router: Arc<Router>,
+    admission: Arc<Admission>,
+    /// Cancelled when its process ends.
+    end: CancellationToken,
+}
+
+struct World {
+    settings: AdmissionSettings,
+    /// Whether replicas tell each other of shares; else they do as beside an earlier build.
+    has_shares: bool,
+    /// How long a proposal takes to be applied everywhere.
+    commit: Duration,
+    log: Mutex<SharedLog>,
+    seats: Mutex<BTreeMap<ReplicaId, Seat>>,
+    /// Replicas that hear nobody and that nobody hears.
+    cut_off: Mutex<BTreeSet<ReplicaId>>,
+    identity: PromptIdentity,
+    starts: Mutex<u64>,
+}
+
+/// The replicas. They end with it.
+pub(super) struct SaturatedCluster(Arc<World>);
+
+impl Drop for SaturatedCluster {
+    fn drop(&mut self) {
+        let seats = std::mem::take(&mut *self.0.seats.lock().unwrap());
+        seats.into_values().for_each(|seat| seat.end.cancel());
+    }
+}
+
+impl SaturatedCluster {
+    /// Replicas that have heard each other.
+    pub(super) async fn start(
+        settings: AdmissionSettings,
+        has_shares: bool,
+        commit: Duration,
+    ) -> Self {
+        let cluster = Self(Arc::new(World {
+            settings,
+            has_shares,
+            commit,
+            log: Mutex::default(),
+            seats: Mutex::default(),
+            cut_off: Mutex::default(),
+            identity: Bench::new(1).identify("a prompt"),
+            starts: Mutex::default(),
+        }));
+        (1..=REPLICAS).for_each(|id| cluster.start_again(id));
+        sleep(Duration::from_millis(200)).await;
+        cluster
+    }
+
+    /// A replica starts, in another run than before.
+    pub(super) fn start_again(&self, id: u8) {
+        let world = &self.0;
+        let replica = ReplicaId(id);
+        let session = {
+            let mut starts = world.starts.lock().unwrap();
+            *starts += 1;
+            SessionId(*starts)
+        };
+        let mut log = world.log.lock().unwrap();
+        let port = log.read_by(replica, &world.settings);
+        drop(log);
+        let router = router_in(&port, replica, session);
+        let admission = Arc::new(Admission::new(&router));
+        let end = CancellationToken::new();
+        let seat = Seat {
+            session,
+            router,
+            admission,
+            end,
+        };
+        world.seats.lock().unwrap().insert(replica, seat.clone());
+        spawn_until(&seat.end, tell(Arc::clone(world), seat.clone()));
+        let served = Arc::clone(&seat.admission);
+        spawn_until(&seat.end, async move {
+            served.run(CancellationToken::new()).await;
+        });
+        let (emptied, propose) = (Arc::clone(&seat.router), LogPort(Arc::clone(world)));
+        spawn_until(&seat.end, async move {
+            let stop = CancellationToken::new();
+            emptied
+                .run_outbox(Arc::new(propose), stop, Duration::ZERO)
+                .await;
+        });
+    }
+
+    /// A replica's process ends, and with it the requests that it has under way. The log is told
+    /// that it is gone once nobody can reach it.
+    pub(super) fn kill(&self, id: u8) {
+        let replica = ReplicaId(id);
+        let seat = self.0.seats.lock().unwrap().remove(&replica);
+        let seat = seat.expect("it runs");
+        seat.end.cancel();
+        self.0.log.lock().unwrap().logs.remove(&replica);
+        let (world, session) = (Arc::clone(&self.0), seat.session);
+        tokio::spawn(async move {
+            sleep(UNREACHABLE).await;
+            let gone = Command::ExpireSession { replica, session };
+            world.log.lock().unwrap().commit(Entry::Admin(gone));
+        });
+    }
+
+    /// So many clients come to a replica, each of whom sends one request after another.
+    pub(super) fn come(&self, id: u8, clients: usize) {
+        let seat = self.0.seats.lock().unwrap()[&ReplicaId(id)].clone();
+        for number in 0..clients {
+            let name = format!("user-{id}-{number}");
+            let (world, admission) = (Arc::clone(&self.0), Arc::clone(&seat.admission));
+            spawn_until(&seat.end, client(world, admission, name));
+        }
+    }
+
+    /// No message from or to this replica arrives. The log goes on.
+    pub(super) fn cut_off(&self, id: u8) {
+        self.0.cut_off.lock().unwrap().insert(ReplicaId(id));
+    }
+
+    /// All messages arrive.
+    pub(super) fn reunite(&self) {
+        self.0.cut_off.lock().unwrap().clear();
+    }
+
+    /// An operator's command.
+    pub(super) fn admin(&self, command: Command) {
+        self.0.log.lock().unwrap().commit(Entry::Admin(command));
+    }
+
+    /// Requests that ended at a replica since it started.
+    pub(super) fn ended_at(&self, id: u8) -> u64 {
+        let seats = self.0.seats.lock().unwrap();
+        seats[&ReplicaId(id)].router.load().ended()
+    }
+
+    /// Looks every millisecond.
+    pub(super) async fn watch(&self, looks: u64) -> Filled {
+        let (mut sum, mut most) = (0, 0);
+        for _ in 0..looks {
+            sleep(Duration::from_millis(1)).await;
+            let seats = self.0.seats.lock().unwrap();
+            let running: u32 = seats.values().map(running).sum();
+            most = most.max(running);
+            sum += u64::from(running);
+        }
+        let percent = 100 * sum / (looks * u64::from(LIMIT));
+        Filled { percent, most }
+    }
+}
+
+fn running(seat: &Seat) -> u32 {
+    seat.router.load().here(backend(&seat.router)).running
+}
+
+fn backend(router: &Router) -> BackendRef {
+    router.view().registry().backends[0].handle
+}
+
+/// Runs a task until it or its process has ended.
+fn spawn_until(end: &CancellationToken, task: impl Future<Output = ()> + Send + 'static) {
+    let end = end.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            biased;
+            () = end.cancelled() => {}
+            () = task => {}
+        }
+    });
+}
+
+/// Tells all others what this one has, as the exchange between replicas does.
+async fn tell(world: Arc<World>, own: Seat) {
+    let me = own.router.replica();
+    let others: Vec<ReplicaId> = (1..=REPLICAS)
+        .map(ReplicaId)
+        .filter(|id| *id != me)
+        .collect();
+    let sharers = if world.has_shares { &others[..] } else { &[] };
+    let mut ticks = tokio::time::interval(EXCHANGE);
+    let mut reporter = LoadReporter::default();
+    let (mut told, mut told_shares) = (Vec::new(), Vec::new());
+    loop {
+        tokio::select! {
+            biased;
+            () = own.admission.turned() => {}
+            () = own.router.load().news().notified() => {}
+            _ = ticks.tick() => {}
+        }
+        let now = Instant::now();
+        own.router.shares().turn(now, sharers);
+        let shares = own.router.shares().report();
+        let backlog = own.admission.report();
+        let is_news = backlog != told || !share_reports::is_same(&shares, &told_shares);
+        let load = match reporter.due(own.router.load(), now) {
+            Some(report) => report,
+            None if is_news => own.router.load().local_report(),
+            None => continue,
+        };
+        (told, told_shares) = (backlog.clone(), shares.clone());
+        let world = Arc::clone(&world);
+        tokio::spawn(async move {
+            sleep(LATENCY).await;
+            world.deliver(me, (&shares, &load, &backlog));
+        });
+    }
+}
+
+impl World {
+    fn deliver(&self, from: ReplicaId, (shares, load, backlog): (&[u8], &[u8], &[u8])) {
+        let cut_off = self.cut_off.lock().unwrap().clone();
+        let seats = self.seats.lock().unwrap().clone();
+        let is_reached = |id: &ReplicaId| *id != from && !cut_off.contains(id);
+        for (_, to) in seats.iter().filter(|(id, _)| is_reached(id)) {
+            if cut_off.contains(&from) {
+                continue;
+            }
+            if self.has_shares {
+                to.router.shares().hear(from, shares).unwrap();
+            }
+            let merged = to.router.load().merge_report(from, load, Instant::now());
+            merged.unwrap();
+            to.admission.heard(from, backlog).unwrap();
+        }
+    }
+}
+
+struct Request {
+    identity: PromptIdentity,
+    id: String,
+    user: UserName,
+}
+
+impl AdmissionRequest for Request {
+    fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
+        RoutingRequest {
+            request_id: &self.id,
+            user: &self.user,
+            ..ask(&self.identity, excluded)
+        }
+    }
+
+    fn priority(&self) -> i16 {
+        0
+    }
+
+    fn tokens_max(&self) -> Option<u32> {
+        None
+    }
+
+    fn is_selective(&self) -> bool {
+        false
+    }
+}
+
+async fn client(world: Arc<World>, admission: Arc<Admission>, name: String) {
+    for turn in 0_u64.. {
+        let request = Arc::new(Request {
+            identity: world.identity.clone(),
+            id: format!("{name}-{turn}"),
+            user: UserName::bounded(name.clone()),
+        });
+        let Ok(admitted) = admission.admit(&request, &[]).await else {
+            sleep(RUNS).await;
+            continue;
+        };
+        let (_, attempt) = admitted.into_parts();
+        sleep(RUNS).await;
+        attempt.end(AttemptEnd::Finished, Instant::now());
+    }
+}
