@@ -8,7 +8,10 @@ use std::sync::Arc;
 use state::ids::BackendRef;
 
 use super::Load;
-use crate::sync::{AtomicU32, AtomicU64, Notify, Ordering::Relaxed};
+use crate::sync::{
+    AtomicU32, AtomicU64, Notify,
+    Ordering::{Acquire, Relaxed, Release},
+};
 
 /// Stands for no limit, and for one that is not divided yet.
 const UNDIVIDED: u32 = u32::MAX;
@@ -88,7 +91,7 @@ impl BackendLoad {
     }
 
     pub(super) fn is_divided(&self, limit: u32) -> bool {
-        self.limit.load(Relaxed) == limit
+        self.limit.load(Acquire) == limit
     }
 
     pub(super) fn allowed(&self) -> u32 {
@@ -108,7 +111,8 @@ impl BackendLoad {
     pub(super) fn set_places(&self, limit: u32, allowed: u32, is_owing: bool) -> bool {
         self.owing.store(u32::from(is_owing), Relaxed);
         let (running, before) = self.change(|running, _| Some((running, allowed)));
-        self.limit.store(limit, Relaxed);
+        // Who sees this limit sees these places, or later ones.
+        self.limit.store(limit, Release);
         allowed > before && allowed > running
     }
 

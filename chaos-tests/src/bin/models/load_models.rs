@@ -1,4 +1,5 @@
-//! The load table: every count that is added is taken out again, and a waiter for room is woken.
+//! The load table: every count that is added is taken out again, a waiter for room is woken, and a
+//! place is never both taken and handed over.
 
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use loom::thread;
 use state::ids::{BackendRef, Incarnation, ReplicaId, Slot};
 use tokio::time::Instant;
 
-use crate::load::{Load, LoadTable};
+use crate::load::{Load, LoadTable, NoPlace, ReservedPlace};
 use crate::{ModelRun, explore};
 
 pub(crate) const ALL: &[ModelRun] = &[
@@ -19,6 +20,22 @@ pub(crate) const ALL: &[ModelRun] = &[
     (
         "load: a reader sees one report of a peer or the next",
         reports,
+    ),
+    (
+        "places: the last one is taken or handed over, not both",
+        last_place,
+    ),
+    (
+        "places: requests and hand-overs never use more than there are",
+        contended_places,
+    ),
+    (
+        "places: one that is owed is not taken again, and who tells the peers is woken",
+        owed_place,
+    ),
+    (
+        "places: a limit that falls is no room for a request that knows of it",
+        fallen_limit,
     ),
 ];
 
@@ -91,5 +108,82 @@ fn reports() {
         other.join().expect("the other does not panic");
         assert_eq!(here.cluster(life(1), now).running, 3);
         assert_eq!(here.peers_heard(now), 2);
+    });
+}
+
+/// A table of a replica that has so many places of a limit of 4.
+fn with_places(allowed: u32, is_owing: bool) -> Arc<LoadTable> {
+    let table = Arc::new(LoadTable::of_slots(1));
+    table.set_places(life(1), LIMIT, allowed, is_owing);
+    table
+}
+
+const LIMIT: u32 = 4;
+
+fn start(table: &LoadTable) -> Result<ReservedPlace, NoPlace> {
+    table.reserve(life(1), Some(LIMIT))
+}
+
+fn last_place() {
+    explore(|| {
+        let table = with_places(1, false);
+        let request = thread::spawn({
+            let table = Arc::clone(&table);
+            move || start(&table).ok()
+        });
+        let is_handed_over = table.withdraw(life(1), 0, 0);
+        let taken = request.join().expect("the other does not panic");
+        assert!(taken.is_some() != is_handed_over);
+        drop(taken);
+        assert_eq!(start(&table).is_ok(), !is_handed_over);
+    });
+}
+
+fn contended_places() {
+    explore(|| {
+        let table = with_places(2, false);
+        let requests: Vec<_> = (0..2)
+            .map(|_| {
+                let table = Arc::clone(&table);
+                thread::spawn(move || start(&table).ok())
+            })
+            .collect();
+        // As a balance does: what is withdrawn first, then what the book says is left.
+        let handed_over = u32::from(table.withdraw(life(1), 1, 1));
+        table.set_places(life(1), LIMIT, 2 - handed_over, false);
+        let join = |it: thread::JoinHandle<_>| it.join().expect("the other does not panic");
+        let taken: Vec<ReservedPlace> = requests.into_iter().filter_map(join).collect();
+        let running = u32::try_from(taken.len()).expect("there are two");
+        assert_eq!(running, 2 - handed_over, "what is left is used");
+        assert_eq!(table.here(life(1)).running, running);
+        assert_eq!(start(&table).err(), Some(NoPlace::Full));
+    });
+}
+
+fn owed_place() {
+    explore(|| {
+        let table = with_places(1, true);
+        let running = start(&table).expect("there is one").into_guard(0);
+        let end = thread::spawn(move || drop(running));
+        assert_eq!(start(&table).err(), Some(NoPlace::Full));
+        block_on(table.news().notified());
+        assert_eq!(start(&table).err(), Some(NoPlace::Full), "it is a peer's");
+        end.join().expect("the other does not panic");
+        // The book said meanwhile that no peer wants it after all.
+        table.set_places(life(1), LIMIT, 1, false);
+        assert!(start(&table).is_ok());
+    });
+}
+
+fn fallen_limit() {
+    explore(|| {
+        let table = with_places(1, false);
+        let request = thread::spawn({
+            let table = Arc::clone(&table);
+            move || table.reserve(life(1), Some(1)).err()
+        });
+        table.set_places(life(1), 1, 0, false);
+        let refused = request.join().expect("the other does not panic");
+        assert!(refused.is_some(), "it had no place under the limit of 1");
     });
 }
