@@ -1,17 +1,21 @@
-//! How often real replicas exceed a backend's limit: `cargo run --release -p chaos-tests --bin
-//! limits`.
+//! Whether real replicas hold a backend's limit, and what that costs: `cargo run --release -p
+//! chaos-tests --bin limits`.
 //!
-//! Three processes, one emulated engine with a limit, more clients than places at each replica. The
-//! engine is asked every few milliseconds how many requests it has.
+//! One emulated engine with a limit. Load at 60 % of it, and three times as many clients as it has
+//! places; one replica, which has all places to itself, and three, which share them. What three
+//! replicas lose against one is what sharing costs. The engine is asked every few milliseconds how
+//! many requests it has.
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use chaos_tests::processes::book::AnswerFigures;
 use chaos_tests::processes::load::{LoadOptions, RunningLoad};
 use chaos_tests::processes::{ClusterOptions, ProcessCluster};
 use clap::Parser;
+use comfy_table::{Table, presets};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
@@ -22,58 +26,131 @@ const LOOK_EVERY: Duration = Duration::from_millis(3);
 const WARM_UP: Duration = Duration::from_secs(2);
 /// Shortest time from one request of a client to its next.
 const PAUSE: Duration = Duration::from_millis(1);
-/// The engine's limit, as the tables of [`CASES`] say.
-const LIMIT: u64 = 6;
+/// The engine's limit, as the configs below say.
+const LIMIT: u64 = 10;
+/// Clients that use 60 % of the places when none waits.
+const CLIENTS_BELOW: usize = 6;
+/// Clients of whom two wait for each one that is served.
+const CLIENTS_BEYOND: usize = 30;
 
-/// What decides who goes next, and the config that says so.
-const CASES: [(&str, &str); 3] = [
-    ("vtc, gate", "[admission]\nconcurrency = 6\n"),
-    ("fcfs", "[admission]\nconcurrency = 6\norder = \"fcfs\"\n"),
-    (
-        "vtc, grants = log",
-        "[admission]\nconcurrency = 6\ngrants = \"log\"\n",
-    ),
-];
+const GATE: &str = "[admission]\nconcurrency = 10\n";
+const FCFS: &str = "[admission]\nconcurrency = 10\norder = \"fcfs\"\n";
+const LOG: &str = "[admission]\nconcurrency = 10\ngrants = \"log\"\n";
 
-/// Measures for how much of the time three replicas exceed a backend's limit of 6.
-#[derive(Debug, Clone, Parser)]
-struct LimitsArgs {
-    /// Seconds that each case is looked at.
-    #[arg(long, default_value_t = 20)]
-    seconds: u64,
-    /// Clients of each replica.
-    #[arg(long, default_value_t = 8)]
+/// Replicas, clients of all of them, and what decides who goes next.
+#[derive(Debug, Clone, Copy)]
+struct LimitCase {
+    name: &'static str,
+    config: &'static str,
+    replicas: u8,
     clients: usize,
 }
 
-/// What was seen of the engine.
+const CASES: [LimitCase; 6] = [
+    case("vtc, gate", GATE, 1, CLIENTS_BELOW),
+    case("vtc, gate", GATE, 3, CLIENTS_BELOW),
+    case("vtc, gate", GATE, 1, CLIENTS_BEYOND),
+    case("vtc, gate", GATE, 3, CLIENTS_BEYOND),
+    case("fcfs", FCFS, 3, CLIENTS_BEYOND),
+    case("vtc, grants = log", LOG, 3, CLIENTS_BEYOND),
+];
+
+const fn case(name: &'static str, config: &'static str, replicas: u8, clients: usize) -> LimitCase {
+    LimitCase {
+        name,
+        config,
+        replicas,
+        clients,
+    }
+}
+
+/// Measures whether replicas hold a backend's limit of 10, and what it costs.
+#[derive(Debug, Clone, Parser)]
+struct LimitsArgs {
+    /// Seconds that each of the six cases is looked at.
+    #[arg(long, default_value_t = 15)]
+    seconds: u64,
+    /// Only cases whose name contains this.
+    #[arg(long)]
+    only: Option<String>,
+}
+
+/// What was seen of the engine, and of the clients.
 #[derive(Debug, Default)]
 struct Seen {
     looks: u64,
     above: u64,
     full: u64,
     most: u64,
-    answered: u64,
+    /// Requests failed or refused.
+    failed: u64,
+    /// Why the first of them was.
+    failure: Option<String>,
+    answers: AnswerFigures,
+    took: Duration,
 }
+
+impl Seen {
+    fn percent(&self, part: u64) -> f64 {
+        100.0 * part as f64 / self.looks.max(1) as f64
+    }
+
+    fn answers_per_s(&self) -> f64 {
+        self.answers.ttfts.len() as f64 / self.took.as_secs_f64().max(f64::EPSILON)
+    }
+
+    fn row(&self, case: &LimitCase) -> [String; 11] {
+        let ms = |permille| 1000.0 * self.answers.ttft(permille).as_secs_f64();
+        [
+            case.name.to_owned(),
+            case.replicas.to_string(),
+            case.clients.to_string(),
+            format!("{:.2} %", self.percent(self.above)),
+            self.most.to_string(),
+            format!("{:.1} %", self.percent(self.full)),
+            format!("{:.1}", self.answers_per_s()),
+            format!("{:.0} ms", ms(500)),
+            format!("{:.0} ms", ms(990)),
+            format!("{:.1} %", self.answers.hit_percent()),
+            self.failed.to_string(),
+        ]
+    }
+}
+
+const COLUMNS: [&str; 11] = [
+    "order",
+    "replicas",
+    "clients",
+    "above the limit",
+    "most",
+    "at the limit",
+    "answers/s",
+    "TTFT p50",
+    "p99",
+    "prefix hits",
+    "failed",
+];
 
 #[tokio::main]
 async fn main() -> anyhow::Result<ExitCode> {
     let args = LimitsArgs::parse();
+    let mut table = Table::new();
+    table.load_preset(presets::ASCII_MARKDOWN);
+    table.set_header(COLUMNS);
     let mut is_held = true;
-    for (name, config) in CASES {
-        let seen = measure(&args, config).await.context(name)?;
-        let percent = |part: u64| 100.0 * part as f64 / seen.looks.max(1) as f64;
-        println!(
-            "{name:18} above {LIMIT}: {:5.1} % of {} looks, most {}; at {LIMIT}: {:5.1} %; {} answers",
-            percent(seen.above),
-            seen.looks,
-            seen.most,
-            percent(seen.full),
-            seen.answered,
-        );
+    let is_wanted = |case: &&LimitCase| args.only.as_ref().is_none_or(|it| case.name.contains(it));
+    for case in CASES.iter().filter(is_wanted) {
+        let seen = measure(&args, case).await.context(case.name)?;
+        table.add_row(seen.row(case));
+        if let Some(failure) = &seen.failure {
+            println!("{}, {} replicas: {failure}", case.name, case.replicas);
+        }
         // An engine that nothing reached proves nothing.
-        is_held &= seen.above == 0 && seen.answered > 0 && seen.full > 0;
+        let is_reached = !seen.answers.ttfts.is_empty();
+        let is_filled = seen.full > 0 || case.clients < CLIENTS_BEYOND;
+        is_held &= seen.above == 0 && is_reached && is_filled;
     }
+    println!("a limit of {LIMIT}\n{table}");
     Ok(if is_held {
         ExitCode::SUCCESS
     } else {
@@ -81,27 +158,29 @@ async fn main() -> anyhow::Result<ExitCode> {
     })
 }
 
-async fn measure(args: &LimitsArgs, config: &'static str) -> anyhow::Result<Seen> {
+async fn measure(args: &LimitsArgs, case: &LimitCase) -> anyhow::Result<Seen> {
     let options = ClusterOptions {
+        replicas: case.replicas,
         engines: 1,
-        engine_speed: 10.0,
-        config,
+        engine_speed: 5.0,
+        config: case.config,
         ..ClusterOptions::default()
     };
     let cluster = ProcessCluster::start(options).await?;
     let load = RunningLoad::start(
         &cluster,
         LoadOptions {
-            senders: args.clients * usize::from(options.replicas),
+            senders: case.clients,
             pause: PAUSE,
             ..LoadOptions::default()
         },
     );
     tokio::time::sleep(WARM_UP).await;
-    let before = load.book().answered;
+    let failed = load.book().failed;
+    load.book().take_figures();
     let mut seen = Seen::default();
-    let end = Instant::now() + Duration::from_secs(args.seconds);
-    while Instant::now() < end {
+    let begin = Instant::now();
+    while begin.elapsed() < Duration::from_secs(args.seconds) {
         let requests = requests_at(cluster.engine_addr(0)).await?;
         seen.looks += 1;
         seen.above += u64::from(requests > LIMIT);
@@ -109,7 +188,10 @@ async fn measure(args: &LimitsArgs, config: &'static str) -> anyhow::Result<Seen
         seen.most = seen.most.max(requests);
         tokio::time::sleep(LOOK_EVERY).await;
     }
-    seen.answered = load.book().answered - before;
+    seen.took = begin.elapsed();
+    seen.answers = load.book().take_figures();
+    seen.failed = load.book().failed - failed;
+    seen.failure = load.book().failures.first().cloned();
     drop(load);
     cluster.stop();
     Ok(seen)

@@ -82,6 +82,42 @@ pub struct LongestStall {
     pub ttft: Duration,
 }
 
+/// What clients saw of the answers of a time.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct AnswerFigures {
+    /// Of each answer, from sending to the first text.
+    pub ttfts: Vec<Duration>,
+    /// Tokens of all prompts.
+    pub prompt_tokens: u64,
+    /// Of these, found in engines' caches.
+    pub cached_tokens: u64,
+}
+
+impl AnswerFigures {
+    /// The time to the first text within which so many of a thousand answers began; zero if there
+    /// was none.
+    #[must_use]
+    pub fn ttft(&self, permille: usize) -> Duration {
+        let mut sorted = self.ttfts.clone();
+        sorted.sort_unstable();
+        let at = (sorted.len() * permille).div_ceil(1000);
+        let at = at.saturating_sub(1);
+        sorted.get(at).copied().unwrap_or_default()
+    }
+
+    /// Tokens found in engines' caches, of a hundred of prompts.
+    #[must_use]
+    pub fn hit_percent(&self) -> f64 {
+        100.0 * self.cached_tokens as f64 / self.prompt_tokens.max(1) as f64
+    }
+
+    fn add(&mut self, answer: &ReplayAnswer) {
+        self.ttfts.push(answer.ttft);
+        self.prompt_tokens += answer.prompt_tokens.unwrap_or(0);
+        self.cached_tokens += answer.cached_tokens.unwrap_or(0);
+    }
+}
+
 /// Answers counted, and the usage they carried per user.
 #[derive(Debug, Default)]
 pub struct ClientLedger {
@@ -96,6 +132,8 @@ pub struct ClientLedger {
     /// Since [`ClientLedger::measure`].
     pub stall: LongestStall,
     by_replica: BTreeMap<usize, u64>,
+    /// `None`: nobody has asked for them.
+    figures: Option<AnswerFigures>,
     last_answer: Option<Instant>,
     recent: VecDeque<AnsweredRequest>,
     account: UsageSince,
@@ -137,6 +175,9 @@ impl ClientLedger {
         }
         self.stall.ttft = self.stall.ttft.max(answered.answer.ttft);
         let answer = &answered.answer;
+        if let Some(figures) = &mut self.figures {
+            figures.add(answer);
+        }
         let cached = answer.cached_tokens.unwrap_or(0);
         let usage = UserTotals {
             requests: 1,
@@ -178,6 +219,12 @@ impl ClientLedger {
     pub fn measure(&mut self) {
         self.stall = LongestStall::default();
         self.last_answer = Some(Instant::now());
+    }
+
+    /// The figures of all answers since this was last asked; none the first time.
+    pub fn take_figures(&mut self) -> AnswerFigures {
+        let figures = self.figures.replace(AnswerFigures::default());
+        figures.unwrap_or_default()
     }
 
     /// Requests answered by one replica.
@@ -343,6 +390,23 @@ mod tests {
             assert!(book.compare(&charged(&[wrong])).is_err(), "{wrong:?}");
         }
         assert!(book.compare(&charged(&[])).is_err(), "it is forgotten");
+    }
+
+    #[test]
+    fn figures_are_those_of_the_answers_since_they_were_asked_for() {
+        let mut book = ClientLedger::default();
+        book.note_answer(answered(0, 100, 30));
+        assert_eq!(book.take_figures(), AnswerFigures::default());
+        for ms in 1..=200 {
+            let mut answered = answered(0, 10, 4);
+            answered.answer.ttft = Duration::from_millis(ms);
+            book.note_answer(answered);
+        }
+        let figures = book.take_figures();
+        let shown = [500, 990, 1000].map(|permille| figures.ttft(permille).as_millis());
+        assert_eq!(shown, [100, 198, 200]);
+        assert!((figures.hit_percent() - 40.0).abs() < 1e-9);
+        assert_eq!(AnswerFigures::default().ttft(990), Duration::ZERO);
     }
 
     #[test]
