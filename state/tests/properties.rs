@@ -151,7 +151,11 @@ impl Pair {
     }
 
     fn counters_never_fall(&mut self) {
-        for user in self.steady.users(None, usize::MAX) {
+        let users = self.steady.users(None, usize::MAX);
+        // Who was deleted comes back as a new user.
+        self.counters
+            .retain(|key, _| users.iter().any(|user| user.key == *key));
+        for user in users {
             let counter = user.counter_milli_tokens;
             let before = self.counters.insert(user.key, counter).unwrap_or(0);
             assert!(
