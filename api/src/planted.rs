@@ -82,6 +82,4 @@ plantable_bugs! {
     DrainingChosen,
     /// A replica does not notice that its state differs from most others'.
     MinorityUnnoticed,
-    /// Replicated time passes only with commands.
-    TimeStandsBetween,
 }

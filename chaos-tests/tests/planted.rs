@@ -35,7 +35,6 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("api.OutboxChargesUnknownAgain", "I38", CUT_SHORT, 6, 7),
     ("api.DrainingChosen", "I39", &[], 4, 3),
     ("api.MinorityUnnoticed", "I32", &[Fault::LoseState], 2, 1),
-    ("api.TimeStandsBetween", "I51", &[Fault::WrongClock], 2, 69),
     ("node.UnknownAcknowledged", "I29", CUT_SHORT, 6, 1),
     ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 1),
     (
