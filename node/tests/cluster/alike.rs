@@ -26,6 +26,16 @@ fn without_own(explained: &mut Value) {
     }
 }
 
+/// Whether this replica's own probes have seen that the engines are idle: scores count what an engine
+/// said last, and each replica asks at another moment.
+fn is_idle(explained: &Value) -> bool {
+    let backends = explained["backends"].as_array();
+    backends.into_iter().flatten().all(|backend| {
+        let seen = ["engine_running", "engine_waiting"].map(|name| backend[name].as_u64());
+        seen.into_iter().flatten().all(|requests| requests == 0)
+    })
+}
+
 /// Lengths of the prompts that each replica is sent. The emulated engine counts four bytes a token
 /// and rounds up, so the first replica sees fewer bytes a token than the others.
 const SENT_BYTES: [usize; 3] = [513, 1024, 2048];
@@ -57,7 +67,8 @@ async fn alike(http: &Http, replicas: &[Addresses], prompt: &str) -> Value {
         for at in replicas {
             all.push(explain(http, at, prompt).await);
         }
-        let is_told = |it: &Value| it["overlay_runs"] == 0 && it["index"] == all[0]["index"];
+        let is_told =
+            |it: &Value| it["overlay_runs"] == 0 && it["index"] == all[0]["index"] && is_idle(it);
         let is_met = all.iter().all(is_told);
         *seen.lock().await = all;
         is_met
