@@ -110,7 +110,9 @@ async fn every_replica_explains_with_the_same_numbers_also_after_a_restart() {
     http.ready(&at).await;
     for (prompt, before) in prompts.iter().zip(&before) {
         let after = alike(&http, &at, prompt).await;
-        assert_eq!(after["tokens"], before["tokens"], "{after}");
+        // A replica that leaves tells what it had learnt and not told yet.
+        let [now, then] = [&after, before].map(|it| it["tokens"].as_u64().unwrap());
+        assert!(now.abs_diff(then) <= then / 100, "{then} before: {after}");
         assert_ne!(after["tokens"], TOKENS_UNLEARNT, "{after}");
     }
     for replica in replicas {
