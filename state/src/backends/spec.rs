@@ -71,7 +71,7 @@ impl BackendSpec {
         ensure(
             is_base_url(&self.url),
             "url",
-            "http://host:port, with a path prefix if wanted",
+            "http://host:port or https://host:port, with a path prefix if wanted",
         )?;
         ensure(
             (1..=LIST_ENTRIES_MAX).contains(&self.models.len()),
@@ -123,11 +123,11 @@ impl BackendSpec {
 }
 
 impl BackendSpec {
-    /// Whether its URL has a path prefix, which earlier builds refuse.
+    /// Whether its URL has a path prefix or asks for TLS, which earlier builds refuse.
     #[must_use]
-    pub(crate) fn has_prefix(&self) -> bool {
+    pub(crate) fn has_newer_url(&self) -> bool {
         let rest = self.url.strip_prefix("http://");
-        rest.is_some_and(|rest| rest.contains('/'))
+        rest.map_or(self.url.starts_with("https://"), |rest| rest.contains('/'))
     }
 }
 
@@ -149,11 +149,12 @@ fn is_short_list<'a>(texts: impl IntoIterator<Item = &'a String>) -> bool {
     texts.into_iter().map(String::len).sum::<usize>() <= LIST_BYTES_MAX
 }
 
-/// Whether `url` is `http://host:port` or `http://host:port/prefix`. The host is a name, an IPv4
+/// Whether `url` is `http://host:port` or `http://host:port/prefix`, or such with `https`. The host is a name, an IPv4
 /// address, or an IPv6 address in brackets.
 fn is_base_url(url: &str) -> bool {
     let Some(rest) = url
         .strip_prefix("http://")
+        .or_else(|| url.strip_prefix("https://"))
         .filter(|_| url.len() <= NAME_BYTES_MAX)
     else {
         return false;
@@ -213,6 +214,8 @@ mod tests {
             "http://a_b.c-d:9",
             "http://a:1/x",
             "http://a:1/x/y-1.0~",
+            "https://a:1",
+            "https://a:443/x",
         ] {
             assert!(is_base_url(good), "{good}");
         }
@@ -229,7 +232,8 @@ mod tests {
             "http://a:1/../x",
             "http://a:1/x?y",
             "http://a/x",
-            "https://a:1",
+            "https://a",
+            "httpss://a:1",
             "http://a:+1",
             "http://a b:1",
             "http://[::1:80",
@@ -291,7 +295,7 @@ mod tests {
             id: 1 to 256 characters of [A-Za-z0-9._-]
             id: 1 to 256 characters of [A-Za-z0-9._-]
             id: 1 to 256 characters of [A-Za-z0-9._-]
-            url: http://host:port, with a path prefix if wanted
+            url: http://host:port or https://host:port, with a path prefix if wanted
             models: 1 to 256 model ids, or "*"
             models[1]: 1 to 256 bytes
             labels: label names of 1 to 256 bytes

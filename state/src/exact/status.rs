@@ -57,6 +57,11 @@ impl std::fmt::Display for KvReason {
             Self::Doubt(KvDoubt::Handover) => "its next reader has not caught up",
             Self::UnknownParent => "blocks came behind an unknown one",
             Self::Contradiction => "its events contradict each other",
+            Self::Refused(KvRefusal::BlockSize { engine, router })
+                if engine.is_multiple_of(*router) =>
+            {
+                return write!(f, "the blocks of its model had {router} tokens before");
+            }
             Self::Refused(KvRefusal::BlockSize { engine, router }) => {
                 return write!(f, "its blocks have {engine} tokens, the router's {router}");
             }

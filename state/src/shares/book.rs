@@ -25,6 +25,25 @@ struct LimitShare {
     started_before: u32,
 }
 
+/// What a replica's share is made of, as far as is known.
+#[derive(Debug, Clone, Copy, Default)]
+struct ShareParts {
+    /// The even part of the limit.
+    base: i64,
+    /// What others handed to it since the epoch began.
+    received: i64,
+    /// What it handed to others.
+    given: i64,
+}
+
+impl ShareParts {
+    fn share(self) -> i64 {
+        self.base
+            .saturating_add(self.received)
+            .saturating_sub(self.given)
+    }
+}
+
 /// What there is to do at one backend.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Plan {
@@ -159,7 +178,15 @@ impl ShareBook {
     #[must_use]
     pub fn allowed(&self, backend: BackendRef) -> Option<u32> {
         let share = self.backends.get(&backend)?;
-        let places = self.share_of(backend, share.limit?, self.me);
+        let limit = share.limit?;
+        let own = self.parts_of(backend, limit, self.me);
+        // What others lack is among what somebody received, and nobody knows of whom: until it is
+        // handed back, no receiver uses it.
+        let unused = match own.received {
+            0 => 0,
+            received => self.lacked(backend, limit).min(received),
+        };
+        let places = own.share().saturating_sub(unused);
         let places = u32::try_from(places.max(0)).unwrap_or(u32::MAX);
         Some(share.cap.map_or(places, |cap| cap.min(places)))
     }
@@ -172,11 +199,23 @@ impl ShareBook {
         Some(self.share_of(backend, limit, self.me))
     }
 
-    /// The even part of the limit, plus what is known to be received, less what was handed over.
     fn share_of(&self, backend: BackendRef, limit: u32, replica: ReplicaId) -> i64 {
+        self.parts_of(backend, limit, replica).share()
+    }
+
+    /// By how many places members are below zero, all together.
+    fn lacked(&self, backend: BackendRef, limit: u32) -> i64 {
+        let members = self.members().into_iter();
+        let shares = members.map(|replica| self.share_of(backend, limit, replica));
+        shares.fold(0, |lacked, share| {
+            lacked.saturating_add(share.min(0).saturating_neg())
+        })
+    }
+
+    fn parts_of(&self, backend: BackendRef, limit: u32, replica: ReplicaId) -> ShareParts {
         let members = self.members();
         let Ok(place) = members.binary_search(&replica) else {
-            return 0;
+            return ShareParts::default();
         };
         let turn = usize::from(backend.slot.0);
         let base = apportion(i64::from(limit), &vec![1; members.len()], turn)[place];
@@ -199,8 +238,11 @@ impl ShareBook {
             }
         }
         let signed = |places: u64| i64::try_from(places).unwrap_or(i64::MAX);
-        base.saturating_add(signed(received))
-            .saturating_sub(signed(given))
+        ShareParts {
+            base,
+            received: signed(received),
+            given: signed(given),
+        }
     }
 
     fn members(&self) -> Vec<ReplicaId> {

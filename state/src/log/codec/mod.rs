@@ -53,7 +53,7 @@ pub fn format_of(command: &Command) -> u8 {
         | Command::FoundWithSettings(_)
         | Command::DeleteUser { .. } => 4,
         Command::Batch { items, .. } if items.iter().any(is_of_version_4) => 4,
-        Command::PutBackend(spec) if spec.has_prefix() => 4,
+        Command::PutBackend(spec) if spec.has_newer_url() => 4,
         Command::InitCluster { .. }
         | Command::Batch { .. }
         | Command::PutBackend(_)
