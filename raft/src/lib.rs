@@ -70,13 +70,14 @@ mod testing;
 pub use determinism::{random, watch};
 pub use error::{ChangeError, Committed, ProposeError, StartError};
 pub use files::set_store_aside;
+pub use log::{SYNC_BUCKETS_S, SyncTimes};
 pub use machine::{
     CheckCommand, FrozenMachine, PeerHandler, SnapshotError, StateMachine, StopReplicaError,
 };
 pub use memory::{DiskShortage, MemoryDisk};
 pub use net::{
     ConnectError, ConnectFailure, PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService,
-    Secret, Tcp, Transport,
+    PeerTls, PeerTlsConfigs, Secret, Tcp, Transport, certificate_names,
 };
 pub use options::{Formation, Peers, ReplicaOptions};
 pub use replay::{ReplayError, ReplayRange, replay};

@@ -35,7 +35,8 @@ pub struct Status {
     pub fault: Option<String>,
     /// Why it is in no cluster yet, as far as it knows. It keeps trying.
     pub unjoined: Option<String>,
-    /// While it is in no cluster: what it found at the addresses of its config.
+    /// While it is in no cluster: what it found at the addresses of its config. While it hears no
+    /// quorum: what it found at those of the other members.
     pub peers: Vec<PeerFinding>,
     /// Why nothing can be written to its log at present (disk full). It resumes by itself.
     pub waiting: Option<String>,
@@ -63,7 +64,7 @@ pub enum Role {
     Stopped,
 }
 
-/// What a replica that is in no cluster found at an address.
+/// What a replica without a quorum found at an address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerFinding {
     /// Host and port, or the name to be resolved.
@@ -95,6 +96,10 @@ pub enum PeerState {
     SameId,
     /// The two do not share `cluster.secret_file`.
     WrongSecret,
+    /// One of the two has no certificate that the other one trusts.
+    WrongCertificate,
+    /// A replica that does not belong there: another id, or without the member's store.
+    OtherReplica,
     /// This replica's own address, which the config does not list.
     OwnMissing,
     /// It answers, but not as a peer.
@@ -114,7 +119,9 @@ impl PeerState {
             Self::TimedOut => "timed-out",
             Self::OtherCluster => "other-cluster",
             Self::SameId => "same-id",
+            Self::OtherReplica => "other-replica",
             Self::WrongSecret => "wrong-secret",
+            Self::WrongCertificate => "wrong-certificate",
             Self::OwnMissing => "own-address-missing",
             Self::Failed => "failed",
         }

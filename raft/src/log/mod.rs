@@ -10,6 +10,7 @@ pub(crate) mod mark;
 pub(crate) mod record;
 mod reserved_space;
 mod sled;
+mod sync_times;
 mod writer;
 
 #[cfg(test)]
@@ -31,6 +32,7 @@ use tokio::sync::oneshot;
 
 use self::disk::{Disk, DiskContents, LogChange};
 use self::sled::SledDisk;
+pub use self::sync_times::{SYNC_BUCKETS_S, SyncTimes};
 use self::writer::{LogWriter, WriteCallback, WriteObserver, WriteOp};
 use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
@@ -128,6 +130,11 @@ impl LogStore {
     /// The last entry purged: a snapshot must reach it.
     pub(crate) fn purged(&self) -> Option<LogId> {
         lock(&self.memory.0).purged
+    }
+
+    /// How long syncs took so far.
+    pub(crate) fn sync_times(&self) -> SyncTimes {
+        self.writer.sync_times()
     }
 
     /// Why the log cannot be written at present. It resumes by itself.

@@ -15,9 +15,11 @@ use std::time::Duration;
 use openraft::storage::IOFlushed;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::disk::{Disk, LogChange};
+use super::sync_times::{SyncMeter, SyncTimes};
 use crate::backoff::Backoff;
 use crate::determinism::blocking::BlockingMode;
 use crate::determinism::watch;
@@ -81,6 +83,7 @@ struct WriterShared {
     waiting: watch::WatchSender<Option<String>>,
     /// The replica stops: do not wait for room any longer.
     stop: CancellationToken,
+    syncs: SyncMeter,
 }
 
 impl LogWriter {
@@ -97,6 +100,7 @@ impl LogWriter {
             fault,
             waiting: watch::WatchSender::new(None),
             stop: CancellationToken::new(),
+            syncs: SyncMeter::default(),
         });
         let (ops, queue) = mpsc::channel(QUEUE_MAX);
         let worker = match blocking {
@@ -125,6 +129,11 @@ impl LogWriter {
             unsent.0.done.tell(Err(closed()));
             closed()
         })
+    }
+
+    /// How long syncs took so far.
+    pub(crate) fn sync_times(&self) -> SyncTimes {
+        self.shared.syncs.times()
     }
 
     /// Why nothing can be written at present.
@@ -217,11 +226,13 @@ impl WriterShared {
         }
         self.watch.before(changes);
         self.guarded(|| self.disk.write(changes))?;
+        let began = Instant::now();
         let delay = self.guarded(|| self.disk.sync_delay())?;
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
         self.guarded(|| self.disk.sync())?;
+        self.syncs.observe(began.elapsed());
         self.watch.after(changes);
         Ok(())
     }

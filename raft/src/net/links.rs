@@ -84,6 +84,7 @@ pub(crate) struct Peer {
 }
 
 struct PeerLink {
+    id: u64,
     address: String,
     transport: Arc<dyn Transport>,
     state: watch::WatchSender<LinkState>,
@@ -161,7 +162,7 @@ impl PeerLinks {
         }
         let link = || {
             let (transport, attempts) = (self.transport.clone(), self.attempts.clone());
-            Arc::new(PeerLink::new(&node.address, transport, attempts))
+            Arc::new(PeerLink::new((id, &node.address), transport, attempts))
         };
         let peer = Arc::new(Peer {
             id,
@@ -200,7 +201,7 @@ impl PeerLinks {
         call: impl AsyncFnOnce(PeerClient) -> Result<Response<T>, Status>,
     ) -> Result<T, CallOnceError> {
         let answer = timeout(limit, async {
-            let channel = connect(&*self.transport, address).await;
+            let channel = connect(self.transport.connect(address.to_owned())).await;
             let channel = channel.map_err(CallOnceError::NotConnected)?;
             call(client(channel)).await.map_err(CallOnceError::Failed)
         });
@@ -264,12 +265,17 @@ impl Peer {
 }
 
 impl PeerLink {
-    fn new(address: &str, transport: Arc<dyn Transport>, attempts: Arc<AtomicU64>) -> Self {
+    fn new(
+        (id, address): (u64, &str),
+        transport: Arc<dyn Transport>,
+        attempts: Arc<AtomicU64>,
+    ) -> Self {
         let state = LinkState::Down {
             retry: ReconnectBackoff::AT_ONCE,
             why: "not tried".into(),
         };
         Self {
+            id,
             address: address.to_owned(),
             transport,
             state: watch::WatchSender::new(state),
@@ -311,7 +317,8 @@ impl PeerLink {
         let number = self.attempts.fetch_add(1, Ordering::Relaxed);
         let link = self.clone();
         tokio::spawn(async move {
-            let connected = connect(&*link.transport, &link.address).await;
+            let dialing = link.transport.connect_to(link.id, link.address.clone());
+            let connected = connect(dialing).await;
             let is_refused = connected.as_ref().is_err_and(ConnectError::is_refused);
             link.is_refused.store(is_refused, Ordering::Relaxed);
             let next = match connected {
@@ -367,15 +374,15 @@ pub(crate) fn client(channel: PeerChannel) -> PeerClient {
         .max_encoding_message_size(MESSAGE_BYTES_MAX)
 }
 
-async fn connect(transport: &dyn Transport, address: &str) -> Result<PeerChannel, ConnectError> {
-    timeout(CONNECT_TIMEOUT, transport.connect(address.to_owned()))
-        .await
-        .unwrap_or_else(|_| {
-            Err(ConnectError {
-                why: "no answer in time".to_owned(),
-                kind: ConnectFailure::TimedOut,
-            })
+async fn connect(
+    dialing: impl Future<Output = Result<PeerChannel, ConnectError>>,
+) -> Result<PeerChannel, ConnectError> {
+    timeout(CONNECT_TIMEOUT, dialing).await.unwrap_or_else(|_| {
+        Err(ConnectError {
+            why: "no answer in time".to_owned(),
+            kind: ConnectFailure::TimedOut,
         })
+    })
 }
 
 #[cfg(test)]
@@ -408,7 +415,7 @@ mod tests {
         let attempts = Arc::new(AtomicU64::new(0));
         let here = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let tcp = Arc::new(Tcp::new(here).unwrap());
-        let link = Arc::new(PeerLink::new(&address, tcp, attempts.clone()));
+        let link = Arc::new(PeerLink::new((2, &address), tcp, attempts.clone()));
         assert!(link.channel().await.is_err());
         assert!(link.is_refused(), "its host answers that nobody listens");
         assert_eq!(attempts.load(Ordering::Relaxed), 1);

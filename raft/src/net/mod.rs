@@ -30,7 +30,7 @@ pub(crate) use self::links::client;
 pub(crate) use self::links::{CallError, CallOnceError, LinkLane, Peer, PeerClient, PeerLinks};
 pub(crate) use self::reachability::better_leader;
 pub(crate) use self::sender::PeerSender;
-pub use self::tcp::{PeerSecret, Secret, Tcp};
+pub use self::tcp::{PeerSecret, PeerTls, PeerTlsConfigs, Secret, Tcp, certificate_names};
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::tcp::{read_first, write_first};
 pub use self::transport::{

@@ -5,11 +5,19 @@ use std::sync::{Arc, OnceLock};
 use tonic::Status;
 
 /// The replica at the other end of an incoming connection: the one that the handshake proved, or
-/// else the first id named in a call.
+/// else the first id named in a call, of those that its certificate names if it has shown one.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct PeerSender {
     id: Arc<OnceLock<u64>>,
-    lacks_secret: bool,
+    certified: Option<Arc<CertifiedIds>>,
+    refusal: Option<Arc<Status>>,
+}
+
+/// The ids that a certificate names.
+#[derive(Debug)]
+struct CertifiedIds {
+    ids: Vec<u64>,
+    cluster_name: String,
 }
 
 impl PeerSender {
@@ -17,25 +25,43 @@ impl PeerSender {
     pub(super) fn proven(id: u64) -> Self {
         Self {
             id: Arc::new(OnceLock::from(id)),
-            lacks_secret: false,
-        }
-    }
-
-    /// The peer does not know the cluster's secret; every call is answered with that.
-    pub(super) fn without_secret() -> Self {
-        Self {
-            lacks_secret: true,
             ..Self::default()
         }
     }
 
-    /// Whether every call on this connection is refused.
-    pub(super) fn lacks_secret(&self) -> bool {
-        self.lacks_secret
+    /// The peer's certificate names these ids.
+    pub(super) fn certified(ids: Vec<u64>, cluster_name: &str) -> Self {
+        let cluster_name = cluster_name.to_owned();
+        Self {
+            certified: Some(Arc::new(CertifiedIds { ids, cluster_name })),
+            ..Self::default()
+        }
+    }
+
+    /// The peer has not proven who it is; every call is answered with `why`.
+    pub(super) fn refused(why: Status) -> Self {
+        Self {
+            refusal: Some(Arc::new(why)),
+            ..Self::default()
+        }
+    }
+
+    /// Why every call on this connection is refused.
+    pub(super) fn refusal(&self) -> Option<&Status> {
+        self.refusal.as_deref()
     }
 
     /// Ties the connection to `id`; refuses a second id.
     pub(crate) fn bind(&self, id: u64) -> Result<(), Status> {
+        if let Some(certified) = &self.certified
+            && !certified.ids.contains(&id)
+        {
+            let CertifiedIds { ids, cluster_name } = &**certified;
+            return Err(Status::permission_denied(format!(
+                "expected a certificate of replica {id} of cluster {cluster_name:?}, this one is \
+                 of replica {ids:?}"
+            )));
+        }
         let bound = *self.id.get_or_init(|| id);
         if bound == id {
             return Ok(());
@@ -56,5 +82,18 @@ mod tests {
         assert!(sender.bind(2).is_ok());
         assert!(sender.clone().bind(2).is_ok());
         assert!(sender.clone().bind(3).is_err());
+    }
+
+    #[test]
+    fn a_certificate_speaks_for_the_ids_that_it_names() {
+        let sender = PeerSender::certified(vec![2, 3], "prod");
+        let refused = sender.bind(1).unwrap_err();
+        assert!(
+            refused
+                .message()
+                .contains("expected a certificate of replica 1")
+        );
+        assert!(sender.bind(3).is_ok(), "the refused call bound nothing");
+        assert!(sender.bind(2).is_err(), "one id a connection");
     }
 }

@@ -41,6 +41,8 @@ pub enum ConnectFailure {
     TimedOut,
     /// The two sides do not share a secret.
     Secret,
+    /// The two sides do not trust each other's certificates, or only one has any.
+    Certificate,
     /// The peer is configured for another cluster.
     OtherCluster,
     /// Anything else.
@@ -75,6 +77,19 @@ pub trait Transport: Send + Sync + 'static {
     /// # Errors
     /// Says why there is no connection.
     fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, ConnectError>>;
+
+    /// As [`Transport::connect`], to the replica `id`: another one at the address is refused where
+    /// replicas prove who they are.
+    ///
+    /// # Errors
+    /// Says why there is no connection.
+    fn connect_to(
+        &self,
+        _id: u64,
+        address: String,
+    ) -> BoxFuture<'static, Result<PeerChannel, ConnectError>> {
+        self.connect(address)
+    }
 
     /// Serves peers until `stop`, then finishes the calls in flight. Called once.
     ///

@@ -135,6 +135,9 @@ impl ReplicaInner {
             }
             tokio::time::sleep(LOOK_EVERY).await;
         }
+        // What was found on the way is over.
+        *lock(&self.search) = Search::default();
+        self.refresh();
     }
 
     /// Polls the peers once and takes the next step.

@@ -40,7 +40,7 @@ use crate::fault::FatalError;
 use crate::files::{StoreLock, damaged, io_error};
 use crate::identity::ReplicaIdentity;
 use crate::locks::lock;
-use crate::log::LogStore;
+use crate::log::{LogStore, SyncTimes};
 use crate::log_throttle::LogThrottle;
 use crate::machine::{CheckCommand, PeerHandler, StateMachine};
 use crate::net::snapshot_stream::SnapshotInstalls;
@@ -205,6 +205,12 @@ impl Replica {
         applied
             .filter_map(|(id, index)| Some((u8::try_from(id).ok()?, index)))
             .collect()
+    }
+
+    /// How long syncs of the log took so far.
+    #[must_use]
+    pub fn sync_times(&self) -> SyncTimes {
+        self.inner.log.sync_times()
     }
 
     /// Sends `bytes` to every connected peer, outside the log. Never waits; a slow peer gets only

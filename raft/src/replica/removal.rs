@@ -1,17 +1,20 @@
-//! Notices that this replica has been removed from the cluster.
+//! Asks the other members, while this replica hears no quorum, what is the matter.
 //!
 //! A leader stops talking to a member as soon as its removal is committed, often before that member
 //! has learned of it. A replica that hears no quorum therefore asks the members it knows who the
-//! members are.
+//! members are. What it finds in place of an answer is why it has no quorum.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use tokio::time::MissedTickBehavior;
+use tokio::time::{Instant, MissedTickBehavior};
 
 use super::ReplicaInner;
+use super::search::{LastSeen, Search, SearchLog, report_member};
+use crate::locks::lock;
+use crate::status::PeerFinding;
 use crate::types::shown;
 use crate::wire;
 
@@ -23,13 +26,53 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 pub(super) async fn notice(inner: Arc<ReplicaInner>) {
     let mut looks = tokio::time::interval(LOOK_EVERY);
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut lost = LostQuorum::new();
     loop {
         looks.tick().await;
-        let is_removed = inner.is_told_removed().await;
+        let has_quorum = inner.status.borrow().has_quorum;
+        let (is_removed, found) = match has_quorum || !inner.is_member() {
+            true => (false, Vec::new()),
+            false => inner.ask_members().await,
+        };
+        if found.is_empty() {
+            lost = LostQuorum::new();
+        }
+        let is_news = inner.is_member() && inner.show_members(lost.told(found));
         if inner.is_removed.swap(is_removed, Ordering::AcqRel) != is_removed {
             inner.may_elect();
             inner.refresh();
+        } else if is_news {
+            inner.refresh();
         }
+    }
+}
+
+/// One time without a quorum.
+struct LostQuorum {
+    log: SearchLog,
+    seen: LastSeen,
+}
+
+impl LostQuorum {
+    fn new() -> Self {
+        Self {
+            log: SearchLog::new(Instant::now()),
+            seen: LastSeen::default(),
+        }
+    }
+
+    /// What is shown of a look, which the log may say.
+    fn told(&mut self, mut peers: Vec<PeerFinding>) -> Search {
+        let now = Instant::now();
+        self.seen.steady(now, &mut peers);
+        let search = Search {
+            problem: None,
+            peers,
+        };
+        if !search.peers.is_empty() {
+            self.log.say_lost(now, &search);
+        }
+        search
     }
 }
 
@@ -44,33 +87,44 @@ impl ReplicaInner {
         })
     }
 
-    /// The newest membership here, committed or not: its log index and the addresses of the others.
-    fn others(&self) -> (u64, Vec<String>) {
+    /// The newest membership here, committed or not: its log index, and ids and addresses of the
+    /// others.
+    fn others(&self) -> (u64, Vec<(u64, String)>) {
         self.with_metrics(|metrics| {
             let stored = &metrics.membership_config;
             let others = stored
                 .nodes()
                 .filter(|(id, _)| **id != self.links.identity.id)
-                .map(|(_, node)| node.address.clone());
+                .map(|(id, node)| (*id, node.address.clone()));
             (shown(stored.log_id().as_ref()), others.collect())
         })
     }
 
-    async fn is_told_removed(&self) -> bool {
-        if self.status.borrow().has_quorum {
-            return false;
-        }
+    /// Shows what was found of the other members; whether it is news.
+    fn show_members(&self, found: Search) -> bool {
+        let mut shown = lock(&self.search);
+        let is_news = *shown != found;
+        *shown = found;
+        is_news
+    }
+
+    /// Whether this replica was removed, and what was found at the addresses of the others.
+    async fn ask_members(&self) -> (bool, Vec<PeerFinding>) {
         let (id, cluster) = (self.links.identity.id, self.links.identity.cluster());
         // After a restart of all replicas nobody knows for a while what is committed, so an answer
         // must not be older than the newest membership here.
         let (index, others) = self.others();
-        let answers = join_all(others.iter().map(|address| self.ask(address))).await;
+        let answers = join_all(others.iter().map(|(_, address)| self.ask(address))).await;
+        let found = others.iter().zip(&answers);
+        let found =
+            found.map(|((id, address), answer)| report_member((*id, address), answer, cluster));
+        let found = found.collect();
         let answers = answers
             .into_iter()
             .flatten()
             .filter(|info| wire::join_optional(info.cluster_high, info.cluster_low) == cluster)
             .map(|info| (info.membership_index, info.members));
-        lacks(id, index, answers)
+        (lacks(id, index, answers), found)
     }
 }
 

@@ -1,5 +1,5 @@
-//! What a replica that is in no cluster found at the addresses of its config, and when the log says
-//! so.
+//! What a replica without a quorum found where it expects its peers, and when the log says so: at the
+//! addresses of its config while it is in no cluster, at those of the members afterwards.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tonic::Code;
 use crate::identity::ReplicaIdentity;
 use crate::net::{CallOnceError, ConnectFailure};
 use crate::status::{PeerFinding, PeerState};
-use crate::wire::proto;
+use crate::wire::{self, proto};
 
 /// Time until the first line, and the shortest time between two.
 const SAY_FIRST: Duration = Duration::from_secs(1);
@@ -19,10 +19,10 @@ const SAY_RARELY: Duration = Duration::from_secs(60);
 /// How long a peer counts as what it was found to be, if it then does not answer in time.
 const SEEN_FOR: Duration = Duration::from_secs(10);
 
-/// One look for a cluster.
+/// One look for a cluster, or for its other members.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Search {
-    /// Why this replica is in none yet.
+    /// Why this replica is in no cluster yet, or has no quorum.
     pub(super) problem: Option<String>,
     /// What was found at each address.
     pub(super) peers: Vec<PeerFinding>,
@@ -55,6 +55,7 @@ impl From<CallOnceError> for AskError {
                 ConnectFailure::UnknownName => PeerState::UnknownName,
                 ConnectFailure::TimedOut => PeerState::TimedOut,
                 ConnectFailure::Secret => PeerState::WrongSecret,
+                ConnectFailure::Certificate => PeerState::WrongCertificate,
                 ConnectFailure::OtherCluster => PeerState::OtherCluster,
                 ConnectFailure::Other => PeerState::Failed,
             },
@@ -62,6 +63,7 @@ impl From<CallOnceError> for AskError {
             CallOnceError::Failed(status) => match status.code() {
                 Code::FailedPrecondition => PeerState::OtherCluster,
                 Code::Unauthenticated => PeerState::WrongSecret,
+                Code::PermissionDenied => PeerState::WrongCertificate,
                 _ => PeerState::Failed,
             },
         };
@@ -91,6 +93,35 @@ pub(super) fn report(
             PeerState::Free,
             format!("replica {}, in no cluster yet", info.id),
         ),
+    };
+    PeerFinding {
+        address: address.to_owned(),
+        state,
+        detail,
+    }
+}
+
+/// Says what was found at the address of member `id` of this replica's cluster.
+pub(super) fn report_member(
+    (id, address): (u64, &str),
+    answer: &Result<proto::InfoResponse, AskError>,
+    cluster: Option<u128>,
+) -> PeerFinding {
+    let (state, detail) = match answer {
+        Err(error) => (error.state, error.why.clone()),
+        Ok(info) if info.id != id => (
+            PeerState::OtherReplica,
+            format!("replica {} answers, replica {id} is expected", info.id),
+        ),
+        Ok(info) if !info.is_member => (
+            PeerState::OtherReplica,
+            format!("replica {id} is in no cluster: it lost its store"),
+        ),
+        Ok(info) if wire::join_optional(info.cluster_high, info.cluster_low) != cluster => (
+            PeerState::OtherCluster,
+            format!("replica {id} is in another cluster of the same name"),
+        ),
+        Ok(_) => (PeerState::Member, format!("replica {id} answers")),
     };
     PeerFinding {
         address: address.to_owned(),
@@ -136,8 +167,8 @@ impl LastSeen {
     }
 }
 
-/// When the log says why a replica is in no cluster yet: after a second, then ever more rarely, and
-/// anew when the reason changes.
+/// When the log says why a replica is in no cluster yet, or has no quorum: after a second, then ever
+/// more rarely, and anew when the reason changes.
 #[derive(Debug)]
 pub(super) struct SearchLog {
     began: Instant,
@@ -165,6 +196,15 @@ impl SearchLog {
             let waited_s = now.duration_since(self.began).as_secs();
             let peers = search.shown();
             tracing::warn!(problem, peers, waited_s, "not in a cluster yet");
+        }
+    }
+
+    /// The same of a member that hears no quorum.
+    pub(super) fn say_lost(&mut self, now: Instant, search: &Search) {
+        if self.is_due(now, search) {
+            let waited_s = now.duration_since(self.began).as_secs();
+            let peers = search.shown();
+            tracing::warn!(peers, waited_s, "no quorum");
         }
     }
 

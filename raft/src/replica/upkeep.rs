@@ -165,7 +165,8 @@ impl ReplicaInner {
             ServerState::Learner => Role::Learner,
         };
         let was_caught_up = self.status.borrow().caught_up;
-        let search = match is_member {
+        let has_quorum = fault.is_none() && (leads || self.follows_with_quorum(metrics));
+        let search = match is_member && has_quorum {
             true => Search::default(),
             false => lock(&self.search).clone(),
         };
@@ -175,7 +176,7 @@ impl ReplicaInner {
             role,
             term: metrics.current_term,
             leader: metrics.current_leader.and_then(|id| u8::try_from(id).ok()),
-            has_quorum: fault.is_none() && (leads || self.follows_with_quorum(metrics)),
+            has_quorum,
             committed: shown(metrics.cluster_committed.as_ref())
                 .max(shown(metrics.local_committed.as_ref())),
             applied: shown(metrics.last_applied.as_ref()),
@@ -185,7 +186,7 @@ impl ReplicaInner {
             caught_up: was_caught_up || self.is_caught_up(metrics),
             is_removed,
             fault,
-            unjoined: search.problem,
+            unjoined: search.problem.filter(|_| !is_member),
             peers: search.peers,
             waiting: self.log.waiting().borrow().clone(),
             members: self.members(metrics),

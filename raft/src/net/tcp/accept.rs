@@ -1,7 +1,7 @@
 //! Greets peer connections: reads the first bytes to see what the peer speaks, and runs the
-//! handshake if the cluster has a secret. [`super::incoming`] bounds their number and time.
+//! handshake if the cluster has a secret or certificates. [`super::incoming`] bounds their number and time.
 //!
-//! A peer that lacks the secret is still served HTTP/2, where every call fails with one sentence,
+//! A peer that lacks them is still served HTTP/2, where every call fails with one sentence,
 //! so that the logs of both sides say what is missing.
 
 use std::io::{self, IoSlice};
@@ -16,9 +16,12 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
+use tokio_rustls::TlsStream;
+use tonic::Status;
 use tonic::transport::server::Connected;
 use tower::{Service, ServiceExt, service_fn};
 
+use super::certified::{PeerTls, connect};
 use super::encrypted::EncryptedStream;
 use super::handshake::{HAS_NONE, HandshakeError, MAGIC, PeerSecret};
 use super::incoming::{FIRST_WORDS_TIMEOUT, PendingConnection};
@@ -28,7 +31,21 @@ use crate::net::transport::{PeerRequest, PeerService};
 
 /// The first bytes of HTTP/2.
 const HTTP2: &[u8; 8] = b"PRI * HT";
+/// The first byte of TLS.
+const TLS: u8 = 22;
+const LACKS_TLS: &str = "this cluster has certificates, and the caller no [tls.peer]";
 const LACKS_SECRET: &str = "this cluster has a secret, and the caller no cluster.secret_file";
+
+/// How replicas prove themselves to each other.
+#[derive(Debug, Clone)]
+pub(super) enum PeerProof {
+    /// Not at all.
+    Nothing,
+    /// By a secret that all of them know.
+    Secret(Arc<PeerSecret>),
+    /// By certificates.
+    Certificates(PeerTls),
+}
 
 /// A connection, and the replica it speaks for.
 pub(super) struct PeerConnection<S> {
@@ -37,20 +54,37 @@ pub(super) struct PeerConnection<S> {
 }
 
 enum PeerStream<S> {
-    /// The bytes that were looked at are still to be read.
-    Plain {
-        stream: S,
-        looked: [u8; 8],
-        read: usize,
-    },
+    Plain(LookedAt<S>),
     Sealed(Box<EncryptedStream<S>>),
+    Tls(Box<TlsStream<LookedAt<S>>>),
+}
+
+/// A stream whose first bytes were looked at and are still to be read.
+struct LookedAt<S> {
+    stream: S,
+    looked: [u8; 8],
+    read: usize,
+}
+
+impl<S> LookedAt<S> {
+    /// Nothing of it was looked at.
+    fn new(stream: S) -> Self {
+        let looked = [0; 8];
+        let read = looked.len();
+        Self {
+            stream,
+            looked,
+            read,
+        }
+    }
 }
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> PeerStream<S> {
     fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Send + Unpin)> {
         match self {
-            Self::Plain { stream, .. } => Pin::new(stream),
+            Self::Plain(stream) => Pin::new(&mut stream.stream),
             Self::Sealed(sealed) => Pin::new(&mut **sealed),
+            Self::Tls(tls) => Pin::new(&mut **tls),
         }
     }
 }
@@ -58,7 +92,7 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> PeerStream<S> {
 /// Greets the connections that come in and hands them to `accepted`, until that is closed.
 pub(super) async fn accept(
     incoming: impl futures_util::Stream<Item = io::Result<PendingConnection>>,
-    secret: Option<Arc<PeerSecret>>,
+    proof: PeerProof,
     accepted: mpsc::Sender<io::Result<PeerConnection<PendingConnection>>>,
 ) {
     let refusals = Arc::new(LogThrottle::default());
@@ -67,10 +101,10 @@ pub(super) async fn accept(
     let mut incoming = pin!(incoming);
     while let Some(Ok(stream)) = incoming.next().await {
         while greetings.try_join_next().is_some() {}
-        let (secret, accepted, refusals) = (secret.clone(), accepted.clone(), refusals.clone());
+        let (proof, accepted, refusals) = (proof.clone(), accepted.clone(), refusals.clone());
         greetings.spawn(async move {
             let peer = stream.peer();
-            let greeted = timeout(FIRST_WORDS_TIMEOUT, greet(stream, secret.as_deref()));
+            let greeted = timeout(FIRST_WORDS_TIMEOUT, greet(stream, proof));
             let greeted = greeted.await.unwrap_or_else(|_| Err(silent()));
             match greeted {
                 // The server may have ended.
@@ -93,25 +127,22 @@ pub(super) fn log_failure(refusals: &LogThrottle, peer: &str, why: &HandshakeErr
     }
 }
 
-/// Connects to the replica at `address` and runs the handshake.
+/// Connects to the replica at `address` and runs the handshake; `id` is the replica that is meant.
 pub(super) async fn dial(
     address: &str,
-    secret: &PeerSecret,
+    id: Option<u64>,
+    proof: &PeerProof,
 ) -> Result<PeerConnection<TcpStream>, HandshakeError> {
-    let connect = async || {
-        let stream = TcpStream::connect(address).await?;
-        stream.set_nodelay(true)?;
-        Ok::<_, HandshakeError>(stream)
-    };
-    let stream = match secret.connect(connect().await?).await {
-        Ok(sealed) => PeerStream::Sealed(Box::new(sealed)),
-        // It took the handshake for bad HTTP/2 and closed.
-        Err(HandshakeError::HasNone) if secret.is_optional => PeerStream::Plain {
-            stream: connect().await?,
-            looked: [0; 8],
-            read: 8,
+    let plain = async || Ok::<_, HandshakeError>(LookedAt::new(connect(address).await?));
+    let stream = match proof {
+        PeerProof::Nothing => PeerStream::Plain(plain().await?),
+        PeerProof::Secret(secret) => match secret.connect(connect(address).await?).await {
+            Ok(sealed) => PeerStream::Sealed(Box::new(sealed)),
+            // It took the handshake for bad HTTP/2 and closed.
+            Err(HandshakeError::HasNone) if secret.is_optional => PeerStream::Plain(plain().await?),
+            Err(why) => return Err(why),
         },
-        Err(why) => return Err(why),
+        PeerProof::Certificates(tls) => PeerStream::Tls(tls.connect(plain().await?, id).await?),
     };
     let sender = PeerSender::default();
     Ok(PeerConnection { stream, sender })
@@ -120,52 +151,80 @@ pub(super) async fn dial(
 /// Finds out what a connection speaks and which replica it belongs to.
 async fn greet(
     mut stream: PendingConnection,
-    secret: Option<&PeerSecret>,
+    proof: PeerProof,
 ) -> Result<PeerConnection<PendingConnection>, HandshakeError> {
     let mut looked = [0; 8];
     stream.read_exact(&mut looked).await?;
-    match (looked == *MAGIC, secret) {
-        (true, Some(secret)) => {
+    let plain = |stream| LookedAt {
+        stream,
+        looked,
+        read: 0,
+    };
+    let (stream, sender) = match (Spoken::of(looked), proof) {
+        (Spoken::Noise, PeerProof::Secret(secret)) => {
             let (sealed, from) = secret.accept(stream).await?;
-            Ok(PeerConnection {
-                stream: PeerStream::Sealed(Box::new(sealed)),
-                sender: PeerSender::proven(from),
-            })
+            let stream = PeerStream::Sealed(Box::new(sealed));
+            (stream, PeerSender::proven(from))
         }
-        (true, None) => {
+        (Spoken::Noise, PeerProof::Nothing | PeerProof::Certificates(_)) => {
             stream.write_all(&[HAS_NONE]).await?;
-            Err(HandshakeError::WeHaveNone)
+            return Err(HandshakeError::WeHaveNone);
         }
-        (false, _) if looked != *HTTP2 => Err(HandshakeError::Malformed),
-        (false, secret) => {
-            let sender = match secret {
-                Some(secret) if !secret.is_optional => PeerSender::without_secret(),
-                Some(_) | None => PeerSender::default(),
+        (Spoken::Tls, PeerProof::Certificates(tls)) => {
+            let (tls, sender) = tls.accept(plain(stream)).await?;
+            (PeerStream::Tls(tls), sender)
+        }
+        (Spoken::Tls, PeerProof::Nothing | PeerProof::Secret(_)) => {
+            return Err(HandshakeError::WeHaveNoTls);
+        }
+        (Spoken::Http2, proof) => {
+            let sender = match proof {
+                PeerProof::Certificates(_) => {
+                    PeerSender::refused(Status::permission_denied(LACKS_TLS))
+                }
+                PeerProof::Secret(secret) if !secret.is_optional => {
+                    PeerSender::refused(Status::unauthenticated(LACKS_SECRET))
+                }
+                PeerProof::Secret(_) | PeerProof::Nothing => PeerSender::default(),
             };
-            let stream = PeerStream::Plain {
-                stream,
-                looked,
-                read: 0,
-            };
-            Ok(PeerConnection { stream, sender })
+            (PeerStream::Plain(plain(stream)), sender)
+        }
+        (Spoken::Unknown, _) => return Err(HandshakeError::Malformed),
+    };
+    Ok(PeerConnection { stream, sender })
+}
+
+/// What a connection begins with.
+enum Spoken {
+    Noise,
+    Tls,
+    Http2,
+    Unknown,
+}
+
+impl Spoken {
+    fn of(looked: [u8; 8]) -> Self {
+        match looked {
+            it if it == *MAGIC => Self::Noise,
+            it if it == *HTTP2 => Self::Http2,
+            [TLS, ..] => Self::Tls,
+            _ => Self::Unknown,
         }
     }
 }
 
-/// Wraps `service` so that callers that lack the secret are refused.
+/// Wraps `service` so that callers that have proven nothing are refused.
 pub(super) fn for_proven(service: PeerService) -> PeerService {
     let refusals = Arc::new(LogThrottle::default());
     PeerService::new(service_fn(move |request: PeerRequest| {
-        let lacks = request
-            .extensions()
-            .get::<PeerSender>()
-            .is_some_and(PeerSender::lacks_secret);
+        let sender = request.extensions().get::<PeerSender>();
+        let refusal = sender.and_then(PeerSender::refusal);
         let mut service = service.clone();
-        let answered: BoxFuture<'static, _> = if lacks {
+        let answered: BoxFuture<'static, _> = if let Some(why) = refusal {
             if refusals.may_say() {
-                tracing::warn!("refused a peer's call: it has no cluster.secret_file");
+                tracing::warn!(why = why.message(), "refused a peer's call");
             }
-            let refused = tonic::Status::unauthenticated(LACKS_SECRET).into_http();
+            let refused = why.clone().into_http();
             Box::pin(std::future::ready(Ok(refused)))
         } else {
             Box::pin(async move { service.ready().await?.call(request).await })
@@ -182,6 +241,53 @@ impl<S> Connected for PeerConnection<S> {
     }
 }
 
+impl<S: AsyncRead + Unpin> AsyncRead for LookedAt<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        if this.read < this.looked.len() {
+            let taken = buffer.remaining().min(this.looked.len() - this.read);
+            buffer.put_slice(&this.looked[this.read..this.read + taken]);
+            this.read += taken;
+            return Poll::Ready(Ok(()));
+        }
+        Pin::new(&mut this.stream).poll_read(cx, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for LookedAt<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncRead for PeerConnection<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
@@ -189,14 +295,9 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncRead for PeerConnection<S> {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         match &mut self.stream {
-            PeerStream::Plain { looked, read, .. } if *read < looked.len() => {
-                let taken = buffer.remaining().min(looked.len() - *read);
-                buffer.put_slice(&looked[*read..*read + taken]);
-                *read += taken;
-                Poll::Ready(Ok(()))
-            }
-            PeerStream::Plain { stream, .. } => Pin::new(stream).poll_read(cx, buffer),
+            PeerStream::Plain(stream) => Pin::new(stream).poll_read(cx, buffer),
             PeerStream::Sealed(sealed) => Pin::new(&mut **sealed).poll_read(cx, buffer),
+            PeerStream::Tls(tls) => Pin::new(&mut **tls).poll_read(cx, buffer),
         }
     }
 }
@@ -220,8 +321,9 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> AsyncWrite for PeerConnection<S> 
 
     fn is_write_vectored(&self) -> bool {
         match &self.stream {
-            PeerStream::Plain { stream, .. } => stream.is_write_vectored(),
+            PeerStream::Plain(stream) => stream.is_write_vectored(),
             PeerStream::Sealed(_) => false,
+            PeerStream::Tls(tls) => tls.is_write_vectored(),
         }
     }
 

@@ -97,6 +97,12 @@ pub(super) enum HandshakeError {
     WeHaveNone,
     #[error("it is configured for cluster {theirs:?}, this replica for {ours:?}")]
     OtherName { theirs: String, ours: String },
+    #[error("it has no [tls.peer]")]
+    HasNoTls,
+    #[error("it has [tls.peer], this replica has none")]
+    WeHaveNoTls,
+    #[error("tls: {0}")]
+    Certificate(String),
     #[error("the handshake is malformed")]
     Malformed,
     #[error(transparent)]

@@ -1,16 +1,21 @@
-//! HTTP/2 over TCP behind the port [`Transport`], encrypted where the cluster has a secret.
+//! HTTP/2 over TCP behind the port [`Transport`], encrypted where the cluster has a secret or
+//! certificates.
 //!
 //! | module | what |
 //! | --- | --- |
 //! | `incoming` | accepts connections, a bounded number of them, and only those that speak |
 //! | `accept` | finds out what a connection speaks, and runs the handshake on either side |
+//! | `certified` | replicas that prove themselves with certificates |
+//! | `names` | the names of replicas in certificates |
 //! | `handshake` | the cluster's secret, and how two replicas prove to each other that they know it |
 //! | `encrypted` | the encrypted connection that a handshake ends in |
 
 mod accept;
+mod certified;
 mod encrypted;
 mod handshake;
 mod incoming;
+mod names;
 
 use std::error::Error as StdError;
 use std::io;
@@ -27,11 +32,13 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint, Error, Server};
 use tower::{ServiceExt, service_fn};
 
-use self::accept::PeerConnection;
+use self::accept::{PeerConnection, PeerProof};
+pub use self::certified::{PeerTls, PeerTlsConfigs};
 use self::handshake::HandshakeError;
 pub use self::handshake::{PeerSecret, Secret};
 #[cfg(feature = "fuzzing")]
 pub(crate) use self::handshake::{read_first, write_first};
+pub use self::names::certificate_names;
 use super::CONNECT_TIMEOUT;
 use super::transport::{ConnectError, ConnectFailure, PeerChannel, PeerService, Transport};
 use crate::locks::lock;
@@ -51,8 +58,8 @@ pub struct Tcp {
     local_addr: SocketAddr,
     /// `None` once it is being served.
     listener: Mutex<Option<TcpListener>>,
-    /// What both sides of a connection must prove to know.
-    secret: Option<Arc<PeerSecret>>,
+    /// How both sides of a connection prove themselves.
+    proof: PeerProof,
     refusals: Arc<LogThrottle>,
 }
 
@@ -65,7 +72,7 @@ impl Tcp {
         Ok(Self {
             local_addr: listener.local_addr()?,
             listener: Mutex::new(Some(listener)),
-            secret: None,
+            proof: PeerProof::Nothing,
             refusals: Arc::default(),
         })
     }
@@ -74,8 +81,46 @@ impl Tcp {
     /// follows.
     #[must_use]
     pub fn with_secret(mut self, secret: PeerSecret) -> Self {
-        self.secret = Some(Arc::new(secret));
+        self.proof = PeerProof::Secret(Arc::new(secret));
         self
+    }
+
+    /// Requires both sides of every connection to prove with certificates which replicas they are,
+    /// and encrypts what follows.
+    #[must_use]
+    pub fn with_certificates(mut self, tls: PeerTls) -> Self {
+        self.proof = PeerProof::Certificates(tls);
+        self
+    }
+
+    fn dial(
+        &self,
+        id: Option<u64>,
+        address: String,
+    ) -> BoxFuture<'static, Result<PeerChannel, ConnectError>> {
+        let (proof, refusals) = (self.proof.clone(), self.refusals.clone());
+        Box::pin(async move {
+            let endpoint = endpoint(&address)?;
+            let channel = match proof {
+                PeerProof::Nothing => endpoint.connect().await,
+                PeerProof::Secret(_) | PeerProof::Certificates(_) => {
+                    let connection = match accept::dial(&address, id, &proof).await {
+                        Ok(connection) => connection,
+                        Err(why) => {
+                            accept::log_failure(&refusals, &address, &why);
+                            return Err(connect_error(&address, &why).await);
+                        }
+                    };
+                    speak(endpoint, connection).await
+                }
+            };
+            let channel = match channel {
+                Ok(channel) => channel,
+                Err(error) => return Err(connect_error(&address, &error).await),
+            };
+            let broken = |error| tonic::Status::from_error(Box::new(error));
+            Ok(PeerChannel::new(channel.map_err(broken)))
+        })
     }
 }
 
@@ -141,6 +186,14 @@ fn failure(error: &(dyn StdError + 'static)) -> (ConnectFailure, String) {
             Some(HandshakeError::Differs | HandshakeError::HasNone | HandshakeError::WeHaveNone),
             _,
         ) => ConnectFailure::Secret,
+        (
+            Some(
+                HandshakeError::HasNoTls
+                | HandshakeError::WeHaveNoTls
+                | HandshakeError::Certificate(_),
+            ),
+            _,
+        ) => ConnectFailure::Certificate,
         (Some(HandshakeError::Malformed | HandshakeError::Io(_)) | None, _) => {
             ConnectFailure::Other
         }
@@ -154,29 +207,15 @@ impl Transport for Tcp {
     }
 
     fn connect(&self, address: String) -> BoxFuture<'static, Result<PeerChannel, ConnectError>> {
-        let (secret, refusals) = (self.secret.clone(), self.refusals.clone());
-        Box::pin(async move {
-            let endpoint = endpoint(&address)?;
-            let channel = match secret {
-                None => endpoint.connect().await,
-                Some(secret) => {
-                    let connection = match accept::dial(&address, &secret).await {
-                        Ok(connection) => connection,
-                        Err(why) => {
-                            accept::log_failure(&refusals, &address, &why);
-                            return Err(connect_error(&address, &why).await);
-                        }
-                    };
-                    speak(endpoint, connection).await
-                }
-            };
-            let channel = match channel {
-                Ok(channel) => channel,
-                Err(error) => return Err(connect_error(&address, &error).await),
-            };
-            let broken = |error| tonic::Status::from_error(Box::new(error));
-            Ok(PeerChannel::new(channel.map_err(broken)))
-        })
+        self.dial(None, address)
+    }
+
+    fn connect_to(
+        &self,
+        id: u64,
+        address: String,
+    ) -> BoxFuture<'static, Result<PeerChannel, ConnectError>> {
+        self.dial(Some(id), address)
     }
 
     fn serve(
@@ -185,13 +224,13 @@ impl Transport for Tcp {
         stop: CancellationToken,
     ) -> BoxFuture<'static, io::Result<()>> {
         let listener = lock(&self.listener).take();
-        let secret = self.secret.clone();
+        let proof = self.proof.clone();
         Box::pin(async move {
             let listener = listener.ok_or_else(|| io::Error::other("served already"))?;
             let (accepted, incoming) = mpsc::channel(ACCEPTED_MAX);
             let accepting = stop.clone().run_until_cancelled_owned(accept::accept(
                 incoming::incoming(listener),
-                secret,
+                proof,
                 accepted,
             ));
             let serving = Server::builder()

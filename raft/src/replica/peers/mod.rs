@@ -1,6 +1,8 @@
 //! What a replica answers its peers: the gRPC service, whose calls it admits, and the streams of
 //! messages outside the log.
 
+#[cfg(test)]
+mod certificate_tests;
 mod guard;
 #[cfg(feature = "fuzzing")]
 pub mod lies;

@@ -90,7 +90,9 @@ fn proposal(header: proto::Header) -> proto::ProposeRequest {
     }
 }
 
-fn messages(header: proto::Header) -> impl tokio_stream::Stream<Item = proto::PeerMessage> {
+pub(super) fn messages(
+    header: proto::Header,
+) -> impl tokio_stream::Stream<Item = proto::PeerMessage> {
     tokio_stream::iter([proto::PeerMessage {
         header: Some(header),
         bytes: "digest".into(),

@@ -1,0 +1,61 @@
+//! How long syncs of the log take, as a histogram.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use crate::locks::lock;
+
+/// Upper bounds of the buckets, in seconds. A sync above the last one counts in none.
+pub const SYNC_BUCKETS_S: [f64; 12] = [
+    0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0, 4.0,
+];
+
+/// The syncs of a log since it was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct SyncTimes {
+    /// How many there were.
+    pub count: u64,
+    /// How long they took together, in seconds.
+    pub sum_s: f64,
+    /// How many took at most so long, and more than the bound before: see [`SYNC_BUCKETS_S`].
+    pub buckets: [u64; SYNC_BUCKETS_S.len()],
+}
+
+/// Counts syncs.
+#[derive(Debug, Default)]
+pub(crate) struct SyncMeter(Mutex<SyncTimes>);
+
+impl SyncMeter {
+    pub(crate) fn observe(&self, took: Duration) {
+        let took_s = took.as_secs_f64();
+        let mut times = lock(&self.0);
+        times.count += 1;
+        times.sum_s += took_s;
+        let bucket = SYNC_BUCKETS_S.iter().position(|bound| took_s <= *bound);
+        if let Some(bucket) = bucket {
+            times.buckets[bucket] += 1;
+        }
+    }
+
+    pub(crate) fn times(&self) -> SyncTimes {
+        *lock(&self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_sync_counts_in_the_first_bucket_it_fits() {
+        let meter = SyncMeter::default();
+        for millis in [0, 1, 3, 9000] {
+            meter.observe(Duration::from_millis(millis));
+        }
+        let times = meter.times();
+        assert_eq!(times.count, 4);
+        assert!((times.sum_s - 9.004).abs() < 1e-9);
+        assert_eq!(times.buckets[..4], [1, 1, 0, 1]);
+        assert_eq!(times.buckets.iter().sum::<u64>(), 3);
+    }
+}

@@ -1,0 +1,202 @@
+//! Who is served where replicas have certificates, over real connections.
+
+use std::sync::Arc;
+
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use tokio::net::TcpListener;
+use tonic::Code;
+
+use super::tests::messages;
+use crate::net::{
+    ConnectError, ConnectFailure, PeerClient, PeerSecret, PeerTls, PeerTlsConfigs, Secret, Tcp,
+    Transport, certificate_names, client,
+};
+use crate::testing;
+use crate::wire::proto;
+
+const CLUSTER: &str = "quorate";
+
+struct Authority {
+    certificate: CertificateDer<'static>,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    fn new() -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.self_signed(&key).unwrap().der().clone();
+        let issuer = Issuer::new(params, key);
+        Self {
+            certificate,
+            issuer,
+        }
+    }
+
+    /// What the replica `id` of a cluster shows and asks for.
+    fn replica(&self, cluster: &str, id: u8) -> PeerTls {
+        self.shows(cluster, certificate_names(cluster, id).to_vec())
+    }
+
+    /// What somebody with a certificate for `names` shows and asks for.
+    fn shows(&self, cluster: &str, names: Vec<String>) -> PeerTls {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(names).unwrap();
+        let chain = vec![params.signed_by(&key, &self.issuer).unwrap().der().clone()];
+        let key = || PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+        let mut roots = RootCertStore::empty();
+        roots.add(self.certificate.clone()).unwrap();
+        let (roots, provider) = (Arc::new(roots), rustls::crypto::ring::default_provider());
+        let provider = Arc::new(provider);
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone()).build();
+        let server = ServerConfig::builder_with_provider(provider.clone())
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_client_cert_verifier(verifier.unwrap())
+            .with_single_cert(chain.clone(), key());
+        let client = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_client_auth_cert(chain, key());
+        let (server, client) = (Arc::new(server.unwrap()), Arc::new(client.unwrap()));
+        PeerTls::new(cluster, move || PeerTlsConfigs {
+            server: server.clone(),
+            client: client.clone(),
+        })
+    }
+}
+
+async fn listener() -> (TcpListener, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    (listener, address)
+}
+
+/// Dials `address`, expecting the replica `id` there.
+async fn dial(
+    address: &str,
+    id: u64,
+    set_up: impl FnOnce(Tcp) -> Tcp,
+) -> Result<PeerClient, ConnectError> {
+    let tcp = set_up(Tcp::new(listener().await.0).unwrap());
+    let connected = tcp.connect_to(id, address.to_owned()).await;
+    connected.map(client)
+}
+
+/// Why a call to introduce itself gets no answer.
+async fn refusal(mut caller: PeerClient) -> tonic::Status {
+    let asked = caller.info(proto::InfoRequest::default()).await;
+    asked.unwrap_err()
+}
+
+#[tokio::test]
+async fn only_who_shows_the_certificate_of_its_id_is_served() {
+    let authority = Authority::new();
+    let (listener, address) = listener().await;
+    let tcp = Tcp::new(listener).unwrap();
+    let tcp = tcp.with_certificates(authority.replica(CLUSTER, 1));
+    let (replica, _) = testing::replica_over(1, tcp, vec![address.clone()]).await;
+    let mut status = replica.watch();
+    let leads = status.wait_for(|status| status.role == crate::Role::Leader && status.caught_up);
+    leads.await.unwrap();
+    let header = replica.let_in(2).await;
+    let with = |tls: PeerTls| move |tcp: Tcp| tcp.with_certificates(tls);
+
+    let two = with(authority.replica(CLUSTER, 2));
+    let mut two = dial(&address, 1, two).await.unwrap();
+    assert!(two.info(proto::InfoRequest::default()).await.is_ok());
+    two.messages(messages(header)).await.unwrap();
+    let three = with(authority.replica(CLUSTER, 3));
+    let mut three = dial(&address, 1, three).await.unwrap();
+    let refused = three.messages(messages(header)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
+    let both =
+        "expected a certificate of replica 2 of cluster \"quorate\", this one is of replica [3]";
+    assert_eq!(refused.message(), both);
+
+    // Whoever else is trusted by the authority is no replica.
+    let operator = with(authority.shows(CLUSTER, vec!["ada.example".to_owned()]));
+    let refused = refusal(dial(&address, 1, operator).await.unwrap()).await;
+    assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
+    assert!(
+        refused
+            .message()
+            .contains("replica-1.quorate.quorate.internal"),
+        "{refused}"
+    );
+    let clear = dial(&address, 1, |tcp| tcp).await.unwrap();
+    assert!(refusal(clear).await.message().ends_with("no [tls.peer]"));
+
+    // One who is dialled by mistake is not spoken to.
+    let wrong_id = with(authority.replica(CLUSTER, 2));
+    let wrong_id = dial(&address, 5, wrong_id).await.unwrap_err();
+    let wrong_cluster = with(authority.replica("staging", 1));
+    let wrong_cluster = dial(&address, 1, wrong_cluster).await.unwrap_err();
+    for (error, expected) in [
+        (wrong_id, "replica-5.quorate.quorate.internal"),
+        (wrong_cluster, "replica-1.staging.quorate.internal"),
+    ] {
+        assert_eq!(error.kind, ConnectFailure::Certificate, "{error}");
+        assert!(error.why.contains(expected), "{error}");
+        assert!(
+            error.why.contains("replica-1.quorate.quorate.internal"),
+            "{error}"
+        );
+    }
+    let stranger = with(Authority::new().replica(CLUSTER, 2));
+    let stranger = dial(&address, 1, stranger).await.unwrap_err();
+    assert_eq!(stranger.kind, ConnectFailure::Certificate, "{stranger}");
+    let secret = |tcp: Tcp| {
+        tcp.with_secret(PeerSecret {
+            secret: Secret::new(&[7; 32]).unwrap(),
+            is_optional: false,
+            cluster_name: CLUSTER.to_owned(),
+            id: 2,
+        })
+    };
+    let secret = dial(&address, 1, secret).await.unwrap_err();
+    assert_eq!(secret.kind, ConnectFailure::Secret, "{secret}");
+    replica.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_stranger_that_trusts_anybody_is_not_served() {
+    let authority = Authority::new();
+    let (listener, address) = listener().await;
+    let tcp = Tcp::new(listener).unwrap();
+    let tcp = tcp.with_certificates(authority.replica(CLUSTER, 1));
+    let (replica, _) = testing::replica_over(1, tcp, vec![address.clone()]).await;
+    // It knows the authority, but its own certificate is of another one.
+    let stranger = Authority::new();
+    let stranger = Authority {
+        certificate: authority.certificate.clone(),
+        issuer: stranger.issuer,
+    };
+    let tls = stranger.replica(CLUSTER, 2);
+    // With TLS 1.3 its side of the handshake is over before it is refused.
+    let served = match dial(&address, 1, |tcp| tcp.with_certificates(tls)).await {
+        Ok(mut caller) => caller.info(proto::InfoRequest::default()).await.is_ok(),
+        Err(_) => false,
+    };
+    assert!(!served);
+    replica.shutdown().await;
+}
+
+#[tokio::test]
+async fn a_replica_in_the_clear_says_that_it_has_no_certificate() {
+    let (listener, address) = listener().await;
+    let tcp = Tcp::new(listener).unwrap();
+    let (replica, _) = testing::replica_over(1, tcp, vec![address.clone()]).await;
+    let tls = Authority::new().replica(CLUSTER, 2);
+    let error = dial(&address, 1, |tcp| tcp.with_certificates(tls)).await;
+    let error = error.unwrap_err();
+    assert_eq!(error.kind, ConnectFailure::Certificate, "{error}");
+    assert_eq!(error.why, "it has no [tls.peer]");
+    replica.shutdown().await;
+}
