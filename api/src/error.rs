@@ -125,8 +125,8 @@ pub enum ProxyError {
         /// Tokens of the longest prompt.
         tokens_max: u64,
     },
-    /// The body is compressed.
-    #[error("content-encoding {encoding:?} is not supported; send the body uncompressed")]
+    /// The body is compressed in a way that is not taken.
+    #[error("content-encoding {encoding:?} is not supported; send gzip, or the body uncompressed")]
     UnsupportedEncoding {
         /// The encoding, shortened.
         encoding: String,
@@ -384,7 +384,7 @@ pub fn openai_response(failure: &ProxyError) -> http::Response<Bytes> {
     }
     if let ProxyError::UnsupportedEncoding { .. } = failure {
         // RFC 9110, 15.5.16.
-        headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+        headers.insert(ACCEPT_ENCODING, HeaderValue::from_static("gzip, identity"));
     }
     response
 }

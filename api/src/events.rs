@@ -5,6 +5,7 @@
 //! subscriber that is too slow loses the oldest events and is told how many.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -186,6 +187,8 @@ pub struct EventBus {
     sender: broadcast::Sender<Arc<NumberedEvent>>,
     /// Last number assigned; locked until its event is sent, so that events stay in order.
     last: Arc<Mutex<u64>>,
+    /// Leaders sent so far.
+    leaders: Arc<AtomicU64>,
     clock: Clock,
 }
 
@@ -202,12 +205,22 @@ impl EventBus {
         Self {
             sender: broadcast::Sender::new(EVENTS_KEPT_MAX),
             last: Arc::default(),
+            leaders: Arc::default(),
             clock,
         }
     }
 
     /// Sends `event` to every subscriber.
     pub fn send(&self, event: ClusterEvent) {
+        if matches!(
+            event,
+            ClusterEvent::Leader {
+                leader: Some(_),
+                ..
+            }
+        ) {
+            self.leaders.fetch_add(1, Relaxed);
+        }
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         *last += 1;
         let number = *last;
@@ -218,6 +231,11 @@ impl EventBus {
             at_ms,
             event,
         })));
+    }
+
+    /// Returns how often a leader took over, as far as it was seen.
+    pub(crate) fn leader_changes(&self) -> u64 {
+        self.leaders.load(Relaxed)
     }
 
     /// Subscribes to all future events.

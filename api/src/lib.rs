@@ -8,6 +8,7 @@ pub mod clock;
 pub mod divergence;
 pub mod error;
 pub mod events;
+pub mod file_stamp;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod kv_events;
@@ -22,4 +23,5 @@ mod seldom;
 pub mod settings;
 pub mod shown;
 mod sync;
+pub mod tls;
 mod user_name;

@@ -80,6 +80,8 @@ plantable_bugs! {
     OutboxChargesUnknownAgain,
     /// A draining backend gets new requests.
     DrainingChosen,
+    /// A request starts at a limited backend whatever share of the limit its replica has.
+    ShareIgnored,
     /// A replica does not notice that its state differs from most others'.
     MinorityUnnoticed,
 }

@@ -106,7 +106,8 @@ pub struct ClusterStatus {
     pub fault: Option<String>,
     /// Why this replica is in no cluster yet, as far as it knows.
     pub unjoined: Option<String>,
-    /// While it is in no cluster: what it found at the addresses of its config.
+    /// While it is in no cluster: what it found at the addresses of its config. While it hears no
+    /// quorum: what it found at those of the other members.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerFinding>,
     /// Why the log is waiting, for example for disk space; it resumes without intervention.
@@ -117,15 +118,16 @@ pub struct ClusterStatus {
     pub members: BTreeMap<ReplicaId, MemberStatus>,
 }
 
-/// What a replica that is in no cluster found at an address of its config.
+/// What a replica without a quorum found at the address of a peer.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct PeerFinding {
     /// Host and port, or the name to be resolved.
     pub address: String,
     /// `this-replica`, `answers`, `member`, `refused`, `name-not-found`, `timed-out`,
-    /// `other-cluster`, `same-id`, `wrong-secret`, `own-address-missing` or `failed`.
+    /// `other-cluster`, `same-id`, `other-replica`, `wrong-secret`, `wrong-certificate`,
+    /// `own-address-missing` or `failed`.
     pub state: &'static str,
-    /// Whether it keeps this replica from forming a cluster or joining one.
+    /// Whether it keeps this replica from its quorum, or from forming a cluster or joining one.
     pub is_hindrance: bool,
     /// The same for people.
     pub detail: String,

@@ -72,6 +72,8 @@ pub struct ReadinessCheck {
     pub outbox: Arc<SharedOutbox>,
     /// Whether the replica takes requests.
     pub lifecycle: Lifecycle,
+    /// Whether it was told to start although others can reach what is not protected.
+    pub is_insecure: bool,
 }
 
 /// Whether a replica takes traffic, and the reasons if it does not.
@@ -162,21 +164,25 @@ impl ReadinessCheck {
         against: &mut Vec<String>,
         lacking: &mut Vec<String>,
     ) {
+        let peers = status.peers.iter().filter(|peer| peer.is_hindrance);
+        let peers = peers.map(|peer| format!("peer {}: {}", peer.address, peer.detail));
         match (status.caught_up, status.has_quorum) {
-            (true, _) => {}
+            (true, true) => {}
+            // Who answers reads and routes on with what it has.
+            (true, false) => lacking.extend(peers),
             // After a restart without a quorum, nobody knows how far the cluster was. The state
             // from disk is served: it is better than no answer, and perhaps nobody has more.
             (false, false) if self.view.registry().initialised => {
                 let why = "not known to be caught up: serving the state it was stopped with";
                 lacking.push(why.to_owned());
+                lacking.extend(peers);
             }
             (false, _) => {
                 against.push(match &status.unjoined {
                     Some(why) => format!("not in a cluster: {why}"),
                     None => "not caught up with the cluster".to_owned(),
                 });
-                let peers = status.peers.iter().filter(|peer| peer.is_hindrance);
-                against.extend(peers.map(|peer| format!("peer {}: {}", peer.address, peer.detail)));
+                against.extend(peers);
             }
         }
     }
@@ -189,6 +195,10 @@ impl ReadinessCheck {
 
     fn warnings(&self, status: &ClusterStatus) -> Vec<String> {
         let mut warnings = Vec::new();
+        if self.is_insecure {
+            let why = "insecure: started with `insecure = true`, listeners may be unprotected";
+            warnings.push(why.to_owned());
+        }
         for (id, member) in &status.members {
             let skew_ms = member.clock_skew_ms.unwrap_or(0);
             if skew_ms.unsigned_abs() > CLOCK_SKEW_MS_MAX {

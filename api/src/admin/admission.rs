@@ -2,7 +2,7 @@
 //! whole, and take effect on every replica at one log index. Keys and values are those of
 //! `[admission]` in a config file; docs/guide/admission.md explains each of them.
 
-use axum::extract::{FromRequest, Request, State};
+use axum::extract::State;
 use axum::response::Response;
 use http::{HeaderName, HeaderValue};
 use serde::Serialize;
@@ -12,9 +12,11 @@ use state::command::Command;
 use state::ids::LogIndex;
 
 use super::AdminState;
-use super::answer::{JSON, QueryParams, ReadQuery, at_level, decode, json, read_body, submit};
-use super::origin::typed;
+use super::answer::{
+    QueryParams, ReadLevel, ReadQuery, at_level, decode, json, registry_at, submit, unchanged,
+};
 use super::problem::unfit;
+use super::readback::WrittenSettings;
 use crate::error::Problem;
 use crate::settings::{AdmissionForm, is_former};
 
@@ -45,10 +47,7 @@ pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
-    at_level(&admin, query.read).await?;
-    // The index is read first, so the settings are at least as new.
-    let index = admin.view.applied();
-    let registry = admin.view.registry();
+    let (index, registry) = registry_at(&admin, query.read).await?;
     let set = registry.admission.as_ref();
     Ok(json(&AdmissionResponse {
         index,
@@ -81,19 +80,17 @@ impl AdmissionJson {
     }
 }
 
-impl<S: Sync> FromRequest<S> for AdmissionJson {
-    type Rejection = Problem;
-
-    async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
-        typed(request.headers(), JSON)?;
-        Self::read(&read_body(request.into_body()).await?)
-    }
-}
-
 pub(super) async fn put(
     State(admin): State<AdminState>,
-    body: AdmissionJson,
+    written: WrittenSettings,
 ) -> Result<Response, Problem> {
+    let body = AdmissionJson::read(&written.config)?;
+    if written.is_read_as_unset && body.settings == AdmissionSettings::default() {
+        at_level(&admin, ReadLevel::Linearizable).await?;
+        if admin.view.registry().admission.is_none() {
+            return Ok(unchanged(&admin));
+        }
+    }
     let mut answer = submit(&admin, Command::PutAdmission(body.settings)).await?;
     if body.is_former {
         answer.headers_mut().extend([DEPRECATION, WARNING]);

@@ -1,5 +1,6 @@
 //! Code shared by all admin handlers: extractors for requests, and the form of answers and errors.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -13,9 +14,11 @@ use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use state::Registry;
 use state::command::{Command, Committed, NAME_BYTES_MAX, Rejection, Reply};
 use state::ids::LogIndex;
 
+use super::calls::WriteIndex;
 use super::origin::typed;
 use super::problem::invalid;
 use super::{Admin, BODY_BYTES_MAX, PAGE_ENTRIES_DEFAULT, PAGE_ENTRIES_MAX};
@@ -208,6 +211,16 @@ pub(super) async fn at_level(admin: &Admin, level: ReadLevel) -> Result<(), Prob
     }
 }
 
+/// The registry once the state satisfies `level`, and an index that it is at least as new as.
+pub(super) async fn registry_at(
+    admin: &Admin,
+    level: ReadLevel,
+) -> Result<(LogIndex, Arc<Registry>), Problem> {
+    at_level(admin, level).await?;
+    let index = admin.view.applied();
+    Ok((index, admin.view.registry()))
+}
+
 /// A committed write.
 #[derive(Debug, Serialize)]
 struct WriteResponse {
@@ -216,10 +229,17 @@ struct WriteResponse {
 }
 
 fn written_at(index: LogIndex) -> Response {
-    json(&WriteResponse {
+    let mut response = json(&WriteResponse {
         index,
         outcome: "committed",
-    })
+    });
+    response.extensions_mut().insert(WriteIndex(index));
+    response
+}
+
+/// Answers to a write that would change nothing, after a read barrier.
+pub(super) fn unchanged(admin: &Admin) -> Response {
+    written_at(admin.view.applied())
 }
 
 /// Proposes a command and answers with its outcome.

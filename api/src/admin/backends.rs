@@ -12,8 +12,9 @@ use state::ids::{Incarnation, LogIndex, ReplicaId, Slot};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
 
-use super::answer::{Json, ListQuery, PathName, QueryParams, ReadQuery, at_level, json, submit};
+use super::answer::{ListQuery, PathName, QueryParams, ReadQuery, json, registry_at, submit};
 use super::problem::{invalid, not_found};
+use super::readback::{ReadBack, ReadBackJson};
 use super::{Admin, AdminState};
 use crate::backends::{CircuitView, EngineMetrics, EngineUrl, EngineUrlError, ProbeRecord};
 use crate::error::Problem;
@@ -28,6 +29,8 @@ struct BackendDetail {
     url: String,
     models: Vec<String>,
     labels: BTreeMap<String, String>,
+    /// As configured.
+    capacity_blocks: Option<u32>,
     kv_events: Option<String>,
     kv_replay: Option<String>,
     capacity: CapacityDetail,
@@ -140,9 +143,7 @@ pub(super) async fn list(
     QueryParams(query): QueryParams<ListQuery>,
 ) -> Result<Response, Problem> {
     let limit = query.limit()?;
-    at_level(&admin, query.read).await?;
-    let index = admin.view.applied();
-    let registry = admin.view.registry();
+    let (index, registry) = registry_at(&admin, query.read).await?;
     let after = query.cursor.as_deref().unwrap_or("");
     let mut page: Vec<&Backend> = registry
         .backends
@@ -169,9 +170,7 @@ pub(super) async fn show(
     PathName(id): PathName,
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
-    at_level(&admin, query.read).await?;
-    let index = admin.view.applied();
-    let registry = admin.view.registry();
+    let (index, registry) = registry_at(&admin, query.read).await?;
     let found = registry.backends.iter().find(|b| b.spec.id == id);
     let found = found.ok_or_else(|| not_found(format!("no backend has the id {id:?}")))?;
     let backend = shown(&admin, &[found]).remove(0);
@@ -258,6 +257,7 @@ impl BackendContext {
             url: spec.url,
             models: spec.models,
             labels: spec.labels,
+            capacity_blocks: spec.capacity_blocks,
             kv_events: spec.kv_events,
             kv_replay: spec.kv_replay,
             in_flight,
@@ -292,10 +292,28 @@ pub(super) struct PutBackendBody {
     kv_replay: Option<String>,
 }
 
+impl ReadBack for PutBackendBody {
+    const SHOWN: &'static [&'static str] = &[
+        "index",
+        "capacity",
+        "state",
+        "in_flight",
+        "owned_blocks",
+        "service",
+        "circuit",
+        "ownership",
+        "slot",
+        "incarnation",
+        "facts",
+        "engine",
+        "probes",
+    ];
+}
+
 pub(super) async fn put(
     State(admin): State<AdminState>,
     PathName(id): PathName,
-    Json(body): Json<PutBackendBody>,
+    ReadBackJson(body): ReadBackJson<PutBackendBody>,
 ) -> Result<Response, Problem> {
     if let Some(other) = body.id.filter(|other| *other != id) {
         return Err(invalid(
@@ -305,9 +323,8 @@ pub(super) async fn put(
     }
     let url = match EngineUrl::parse(&body.url) {
         Ok(url) => url.as_str().to_owned(),
-        Err(why @ EngineUrlError::Https) => return Err(invalid("url", why.to_string())),
         // The cluster says what is wrong with it.
-        Err(EngineUrlError::Malformed) => body.url,
+        Err(EngineUrlError) => body.url,
     };
     let spec = BackendSpec {
         id,

@@ -12,7 +12,7 @@ use state::prefix::model_key;
 use state::service::LimitFigures;
 
 use super::AdminState;
-use super::answer::{QueryParams, ReadQuery, at_level, json};
+use super::answer::{QueryParams, ReadQuery, json, registry_at};
 use crate::admission::ModelQueueView;
 use crate::error::Problem;
 
@@ -52,10 +52,7 @@ pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
-    at_level(&admin, query.read).await?;
-    // The index is read first, so the rest is at least as new.
-    let index = admin.view.applied();
-    let registry = admin.view.registry();
+    let (index, registry) = registry_at(&admin, query.read).await?;
     let described = registry.backends.iter().flat_map(|it| &it.spec.models);
     let listed = registry
         .backends

@@ -6,12 +6,11 @@ use axum::extract::State;
 use axum::response::Response;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
-use state::AuditEntry;
-use state::ids::{LogIndex, ReplicaId};
+use state::ids::ReplicaId;
 
 use super::answer::{
-    Json, ListQuery, MaybeJson, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, changed,
-    json, not_changed, retry_after,
+    Json, MaybeJson, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, changed, json,
+    not_changed, retry_after,
 };
 use super::problem::invalid;
 use super::{Admin, AdminState};
@@ -115,32 +114,6 @@ fn replica(id: u8, field: &str) -> Result<ReplicaId, Problem> {
         return Err(invalid(field, "0, expected a replica id from 1 to 255"));
     }
     Ok(ReplicaId(id))
-}
-
-#[derive(Serialize)]
-struct AuditResponse {
-    index: LogIndex,
-    writes: Vec<AuditEntry>,
-}
-
-pub(super) async fn audit(
-    State(admin): State<AdminState>,
-    QueryParams(query): QueryParams<ListQuery>,
-) -> Result<Response, Problem> {
-    let limit = query.limit()?;
-    if query.cursor.is_some() {
-        return Err(invalid("cursor", "given, expected none: the list is short"));
-    }
-    at_level(&admin, query.read).await?;
-    let mut audit = AuditResponse {
-        index: LogIndex(0),
-        writes: Vec::new(),
-    };
-    admin.cluster.with_state(&mut |state| {
-        audit.index = admin.view.applied();
-        audit.writes = state.audit().take(limit).cloned().collect();
-    });
-    Ok(json(&audit))
 }
 
 #[derive(Default, Deserialize)]

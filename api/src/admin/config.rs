@@ -10,7 +10,7 @@ use state::Registry;
 use state::ids::LogIndex;
 
 use super::AdminState;
-use super::answer::{QueryParams, ReadQuery, at_level, json};
+use super::answer::{QueryParams, ReadQuery, json, registry_at};
 use crate::error::Problem;
 use crate::settings::{self, FileSettings, SettingKey};
 
@@ -38,10 +38,7 @@ pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
-    at_level(&admin, query.read).await?;
-    // The index is read first, so the settings are at least as new.
-    let index = admin.view.applied();
-    let registry = admin.view.registry();
+    let (index, registry) = registry_at(&admin, query.read).await?;
     let file = admin.file.now();
     let differences = file.differences(&registry);
     let differences = differences.iter().map(|it| it.key.to_string());

@@ -4,10 +4,13 @@
 //! complete request takes one of few places, and not for long.
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use http::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -16,7 +19,9 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tower::ServiceExt;
 
+use super::gate::CallerAddress;
 use super::{Admin, STREAMS_MAX, router};
 use crate::backends::pool::prepare;
 
@@ -46,10 +51,10 @@ pub async fn serve(listener: TcpListener, admin: Arc<Admin>, stop: CancellationT
             accepted = accept(&listener, &places) => accepted,
         };
         match accepted {
-            Ok((stream, place)) => {
+            Ok((stream, peer, place)) => {
                 let (router, stop) = (router.clone(), stop.clone());
                 open.spawn(async move {
-                    converse(stream, router, stop).await;
+                    converse((stream, peer), router, stop).await;
                     drop(place);
                 });
             }
@@ -67,14 +72,18 @@ pub async fn serve(listener: TcpListener, admin: Arc<Admin>, stop: CancellationT
 async fn accept(
     listener: &TcpListener,
     places: &Arc<Semaphore>,
-) -> io::Result<(TcpStream, OwnedSemaphorePermit)> {
+) -> io::Result<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
     let place = Arc::clone(places).acquire_owned().await;
     let place = place.map_err(|_| io::Error::other("the semaphore is never closed"))?;
-    let (stream, _) = listener.accept().await?;
-    Ok((stream, place))
+    let (stream, peer) = listener.accept().await?;
+    Ok((stream, peer, place))
 }
 
-async fn converse(stream: TcpStream, router: Router, stop: CancellationToken) {
+async fn converse(
+    (stream, peer): (TcpStream, SocketAddr),
+    router: Router,
+    stop: CancellationToken,
+) {
     if let Err(error) = prepare(&stream, KEEP_ALIVE) {
         tracing::debug!(%error, "connection closed before it was served");
         return;
@@ -85,7 +94,11 @@ async fn converse(stream: TcpStream, router: Router, stop: CancellationToken) {
         .header_read_timeout(HEAD_TIMEOUT)
         .max_headers(HEADERS_MAX)
         .max_buf_size(HEAD_BYTES_MAX);
-    let service = TowerToHyperService::new(router);
+    let service = router.map_request(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(CallerAddress(peer));
+        request
+    });
+    let service = TowerToHyperService::new(service);
     let connection = builder.serve_connection(TokioIo::new(stream), service);
     let mut connection = std::pin::pin!(connection);
     let ended = tokio::select! {

@@ -6,7 +6,7 @@
 //! writes them back, so concurrent writes are last-writer-wins, as they are for the settings as a
 //! whole.
 
-use axum::extract::{FromRequest, Request, State};
+use axum::extract::State;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -15,11 +15,11 @@ use state::ids::LogIndex;
 use state::policy::{PolicyConfig, RoutingSettings};
 
 use super::answer::{
-    JSON, Json, QueryParams, ReadLevel, ReadQuery, at_level, decode, json, name_of, read_body,
-    submit,
+    QueryParams, ReadLevel, ReadQuery, at_level, decode, json, name_of, registry_at, submit,
+    unchanged,
 };
-use super::origin::typed;
 use super::problem::{invalid, not_found};
+use super::readback::WrittenSettings;
 use super::{Admin, AdminState};
 use crate::error::Problem;
 
@@ -55,10 +55,7 @@ pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<PolicyQuery>,
 ) -> Result<Response, Problem> {
-    at_level(&admin, query.read).await?;
-    // The index is read first, so the policy is at least as new.
-    let index = admin.view.applied();
-    let registry = admin.view.registry();
+    let (index, registry) = registry_at(&admin, query.read).await?;
     let routing = registry.routing.as_ref();
     let of_model = |model: &String| routing.and_then(|routing| routing.models.get(model));
     let own = query.model.as_ref().map(of_model);
@@ -69,21 +66,12 @@ pub(super) async fn show(
     }))
 }
 
-/// A policy as a body, with faults reported as problems that name the setting.
-pub(super) struct PolicyJson(PolicyConfig);
-
-impl<S: Sync> FromRequest<S> for PolicyJson {
-    type Rejection = Problem;
-
-    async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
-        typed(request.headers(), JSON)?;
-        let body = read_body(request.into_body()).await?;
-        let config = decode(&body).map_err(|problem| match setting_at_fault(&body) {
-            Some((field, detail)) => invalid(&field, detail),
-            None => problem,
-        })?;
-        Ok(Self(config))
-    }
+/// Reads a policy; faults are reported as problems that name the setting.
+fn policy_in(body: &[u8]) -> Result<PolicyConfig, Problem> {
+    decode(body).map_err(|problem| match setting_at_fault(body) {
+        Some((field, detail)) => invalid(&field, detail),
+        None => problem,
+    })
 }
 
 /// Finds the first setting that its policy rejects. Serde loses the field of a fault in an
@@ -102,13 +90,18 @@ pub(super) fn setting_at_fault(body: &[u8]) -> Option<(String, String)> {
 pub(super) async fn put(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<PolicyQuery>,
-    PolicyJson(config): PolicyJson,
+    written: WrittenSettings,
 ) -> Result<Response, Problem> {
+    let config = policy_in(&written.config)?;
     let Some(model) = query.model else {
         return submit(&admin, Command::PutPolicy(config)).await;
     };
     name_of("model", &model)?;
     let mut routing = latest(&admin).await?;
+    let is_general = config == admin.view.registry().policy;
+    if written.is_read_as_unset && is_general && !routing.models.contains_key(&model) {
+        return Ok(unchanged(&admin));
+    }
     routing.models.insert(model, config);
     submit(&admin, Command::PutRouting(routing)).await
 }
@@ -132,9 +125,8 @@ pub(super) async fn show_routing(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
-    at_level(&admin, query.read).await?;
-    let index = admin.view.applied();
-    let set = admin.view.registry().routing.clone();
+    let (index, registry) = registry_at(&admin, query.read).await?;
+    let set = registry.routing.clone();
     Ok(json(&RoutingResponse {
         index,
         is_set: set.is_some(),
@@ -144,8 +136,15 @@ pub(super) async fn show_routing(
 
 pub(super) async fn put_routing(
     State(admin): State<AdminState>,
-    Json(config): Json<RoutingSettings>,
+    written: WrittenSettings,
 ) -> Result<Response, Problem> {
+    let config: RoutingSettings = decode(&written.config)?;
+    if written.is_read_as_unset && config == RoutingSettings::default() {
+        latest(&admin).await?;
+        if admin.view.registry().routing.is_none() {
+            return Ok(unchanged(&admin));
+        }
+    }
     submit(&admin, Command::PutRouting(config)).await
 }
 

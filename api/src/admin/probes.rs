@@ -2,13 +2,12 @@
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use http::header::CONTENT_TYPE;
-use http::{HeaderValue, StatusCode};
+use http::header::{ACCEPT, CONTENT_TYPE, VARY};
+use http::{HeaderMap, HeaderValue, StatusCode};
 use serde::Serialize;
 
 use super::{AdminState, answer};
-
-const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+use crate::metrics::text::{OPENMETRICS, PROMETHEUS, prefers_openmetrics};
 
 #[derive(Serialize)]
 struct Alive {
@@ -28,12 +27,17 @@ pub(super) async fn readyz(State(admin): State<AdminState>) -> Response {
     (status, answer::json(&readiness)).into_response()
 }
 
-pub(super) async fn metrics(State(admin): State<AdminState>) -> Response {
+pub(super) async fn metrics(State(admin): State<AdminState>, headers: HeaderMap) -> Response {
     admin.decider.refresh_metrics(&admin.outbox.status());
-    let text = admin.metrics.encode();
-    (
-        [(CONTENT_TYPE, HeaderValue::from_static(OPENMETRICS))],
-        text,
-    )
-        .into_response()
+    let accept = headers.get_all(ACCEPT).iter();
+    let accept = accept.filter_map(|value| value.to_str().ok());
+    let (content_type, text) = match prefers_openmetrics(accept) {
+        true => (OPENMETRICS, admin.metrics.encode()),
+        false => (PROMETHEUS, admin.metrics.encode_text()),
+    };
+    let headers = [
+        (CONTENT_TYPE, HeaderValue::from_static(content_type)),
+        (VARY, HeaderValue::from_static("accept")),
+    ];
+    (headers, text).into_response()
 }

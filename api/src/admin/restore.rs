@@ -19,6 +19,7 @@ use state::ids::{LogIndex, RestoreId};
 use tokio::time::Instant;
 
 use super::answer::{QueryParams, json, unsettled};
+use super::calls::WriteIndex;
 use super::origin::typed;
 use super::problem::invalid;
 use super::{Admin, AdminState};
@@ -176,7 +177,9 @@ async fn finish(
         restored.users = state.users_len();
         restored.blocks = state.owned_blocks_all();
     });
-    Ok(json(&restored))
+    let mut response = json(&restored);
+    response.extensions_mut().insert(WriteIndex(index));
+    Ok(response)
 }
 
 /// Retries a repeatable command until its outcome is known.
@@ -238,7 +241,12 @@ fn refused(field: &str, expected: &str) -> Problem {
             "the backup cannot be restored",
         ),
     };
-    let problem = Problem::new(status, name, title).detail(format!("{field}: {expected}"));
+    let detail = match (field, expected.split_once(", ")) {
+        // How full it is stands behind what the title says.
+        ("force", Some((_, held))) => format!("{held}; with force the backup replaces them"),
+        _ => format!("{field}: {expected}"),
+    };
+    let problem = Problem::new(status, name, title).detail(detail);
     problem.member("outcome", "rejected").member("field", field)
 }
 

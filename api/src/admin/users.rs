@@ -12,9 +12,11 @@ use state::users::{UserUsage, UserView};
 use super::AdminState;
 use super::admission::{DEPRECATION, WARNING};
 use super::answer::{
-    Json, ListQuery, PathParam, QueryParams, ReadQuery, at_level, json, name_of, submit,
+    ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, json, name_of, submit,
+    unchanged,
 };
 use super::problem::{invalid, not_found, unfit};
+use super::readback::{ReadBack, ReadBackJson};
 use crate::admission::Admission;
 use crate::error::Problem;
 use crate::settings::{SettingFault, UserLimitsForm, are_former_limits};
@@ -141,10 +143,29 @@ pub(super) async fn show(
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct PutUserBody {
+    /// May be repeated here.
+    name: Option<String>,
+    /// As it was read. Writing back what was read of a user whom nobody configured does not
+    /// configure it.
+    is_configured: Option<bool>,
     weight_milli: Option<u32>,
     /// Limits of the user, as `[admission.user_limits]` has them; without any bound, the user's own
     /// limits are removed and those for all users apply.
     limits: Option<Value>,
+}
+
+impl ReadBack for PutUserBody {
+    const SHOWN: &'static [&'static str] = &[
+        "index",
+        "key",
+        "counter_milli_tokens",
+        "in_flight",
+        "waiting",
+        "left",
+        "total",
+        "window",
+        "last_charge_ms",
+    ];
 }
 
 /// Limits in a body.
@@ -184,7 +205,7 @@ fn within(mut faults: Vec<SettingFault>) -> Vec<SettingFault> {
 pub(super) async fn put(
     State(admin): State<AdminState>,
     PathParam(name): PathParam<String>,
-    Json(body): Json<PutUserBody>,
+    ReadBackJson(body): ReadBackJson<PutUserBody>,
 ) -> Result<Response, Problem> {
     if let Err(problem) = name_of("name", &name) {
         // A name that a request gave itself can still be limited.
@@ -194,6 +215,22 @@ pub(super) async fn put(
             .with_state(&mut |state| is_there = state.user_named(&name).is_some());
         if !is_there {
             return Err(problem);
+        }
+    }
+    if let Some(other) = body.name.as_ref().filter(|other| **other != name) {
+        let found = format!("{other:?}, expected {name:?} as in the path");
+        return Err(invalid("name", found));
+    }
+    if body.is_configured == Some(false) && body.limits.is_none() {
+        at_level(&admin, ReadLevel::Linearizable).await?;
+        let mut known = None;
+        let read = &mut |state: &state::RouterState| known = state.user_named(&name);
+        admin.cluster.with_state(read);
+        let is_as_read = |user: &UserView| {
+            !user.is_configured && body.weight_milli.is_none_or(|it| it == user.weight_milli)
+        };
+        if known.as_ref().is_some_and(is_as_read) {
+            return Ok(unchanged(&admin));
         }
     }
     let written = body.limits()?;

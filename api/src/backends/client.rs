@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 use super::NAME_HOLDS_FOR;
 use super::local::is_local;
+use super::tls::EngineTls;
 use super::url::{EngineUrl, EngineUrlError};
 
 /// A complete answer.
@@ -55,6 +56,7 @@ pub(crate) struct ProbeClient {
     host: HeaderValue,
     authorization: Option<HeaderValue>,
     timeout: Duration,
+    tls: EngineTls,
     connection: Option<ProbeConnection>,
 }
 
@@ -76,16 +78,17 @@ impl ProbeClient {
     pub(crate) fn new(
         url: &str,
         authorization: Option<HeaderValue>,
-        timeout: Duration,
+        (timeout, tls): (Duration, &EngineTls),
     ) -> Result<Self, ProbeError> {
         let bad = |why| ProbeError::Url(url.to_owned(), why);
         let url = EngineUrl::parse(url).map_err(bad)?;
         let host = url.host_header();
         Ok(Self {
-            host: host.ok_or_else(|| bad(EngineUrlError::Malformed))?,
+            host: host.ok_or_else(|| bad(EngineUrlError))?,
             url,
             authorization,
             timeout,
+            tls: tls.clone(),
             connection: None,
         })
     }
@@ -93,6 +96,11 @@ impl ProbeClient {
     /// Authorizes what is asked from here on.
     pub(crate) fn authorize(&mut self, authorization: Option<HeaderValue>) {
         self.authorization = authorization;
+    }
+
+    /// Has each call take at most `timeout` from here on.
+    pub(crate) fn patience(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
     /// Sends `GET path` and returns an answer with a body of at most `body_bytes_max` bytes.
@@ -143,6 +151,8 @@ impl ProbeClient {
         let stream = TcpStream::connect(self.url.address())
             .await
             .map_err(ProbeError::Connect)?;
+        let stream = self.tls.connect(&self.url, stream).await;
+        let stream = stream.map_err(ProbeError::Connect)?;
         let (sender, driver) = http1::handshake(TokioIo::new(stream))
             .await
             .map_err(ProbeError::Http)?;

@@ -23,7 +23,9 @@ mod panic;
 pub mod pool;
 mod probe;
 mod roster;
+mod segments;
 pub mod text;
+mod tls;
 mod url;
 
 #[cfg(test)]
@@ -32,6 +34,7 @@ mod tests;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use state::StateView;
 use state::command::{BACKENDS_MAX, EngineFacts};
 use state::ids::{BackendRef, Slot, UserKey};
@@ -48,6 +51,7 @@ pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::EngineKeys;
 pub use roster::{Occupancy, SlotTable};
+pub use tls::{EngineTls, engine_files};
 pub use url::{EngineUrl, EngineUrlError};
 
 pub(crate) use panic::named_models;
@@ -61,7 +65,9 @@ use crate::events::{ClusterEvent, EventBus};
 /// A replica's knowledge of the registered backends' health and engine metrics. One per replica.
 pub struct Backends {
     board: HealthTable,
-    settings: ProbeSettings,
+    settings: ArcSwap<ProbeSettings>,
+    keys: EngineKeys,
+    tls: EngineTls,
     events: OnceLock<EventBus>,
     changes: watch::Sender<u64>,
     circuits: Arc<CircuitBreakers>,
@@ -94,6 +100,8 @@ pub struct ProbeSettings {
     pub panic_threshold_percent: u32,
     /// Keys of engines that require one.
     pub keys: EngineKeys,
+    /// How engines with TLS are connected to.
+    pub tls: EngineTls,
 }
 
 impl Default for ProbeSettings {
@@ -106,6 +114,7 @@ impl Default for ProbeSettings {
             health_path: None,
             panic_threshold_percent: 50,
             keys: EngineKeys::default(),
+            tls: EngineTls::default(),
         }
     }
 }
@@ -144,7 +153,9 @@ impl Backends {
     pub fn new(settings: ProbeSettings) -> Self {
         Self {
             board: HealthTable::new(BACKENDS_MAX),
-            settings,
+            keys: settings.keys.clone(),
+            tls: settings.tls.clone(),
+            settings: ArcSwap::from_pointee(settings),
             events: OnceLock::new(),
             changes: watch::Sender::new(0),
             circuits: Arc::new(CircuitBreakers::new(CircuitSettings::default())),
@@ -166,9 +177,20 @@ impl Backends {
         self
     }
 
+    /// Has other settings hold from the next probe of each backend on. Keys stay those of the first
+    /// settings, whose clones are one set.
+    pub fn replace_settings(&self, settings: ProbeSettings) {
+        self.settings.store(Arc::new(settings));
+    }
+
     /// Returns the keys of engines that require one.
     pub(crate) fn keys(&self) -> &EngineKeys {
-        &self.settings.keys
+        &self.keys
+    }
+
+    /// Returns how engines with TLS are connected to.
+    pub(crate) fn tls(&self) -> &EngineTls {
+        &self.tls
     }
 
     /// Sends health changes to `events`. Only the first call has an effect.
@@ -257,7 +279,7 @@ impl Backends {
     pub(crate) fn answered_lately(&self, backend: BackendRef, now: Instant) -> bool {
         let ProbeSettings {
             interval, timeout, ..
-        } = self.settings;
+        } = **self.settings.load();
         let until_unhealthy = (interval + timeout) * FAILURES_MAX;
         let lately = until_unhealthy + DOUBTED_FOR;
         self.circuits.answered_within(backend, lately, now)
@@ -266,7 +288,7 @@ impl Backends {
     /// Whether so few of a model's backends are healthy, compared with those that only probes call
     /// unhealthy, that probes are doubted.
     pub(crate) fn are_below_threshold(&self, healthy: usize, doubtful: usize) -> bool {
-        let percent = usize::try_from(self.settings.panic_threshold_percent).unwrap_or(100);
+        let percent = usize::try_from(self.settings.load().panic_threshold_percent).unwrap_or(100);
         healthy * 100 < (healthy + doubtful) * percent
     }
 

@@ -1,4 +1,4 @@
-//! Keep-alive connections to the engines, HTTP/1.1 over TCP.
+//! Keep-alive connections to the engines, HTTP/1.1 over TCP or TLS.
 //!
 //! A connection is driven by its user: there is no task per connection, and no channel between a
 //! request and its socket. The request's future owns the connection, so dropping the future or the
@@ -29,19 +29,20 @@ use tokio::time::Instant;
 
 use super::NAME_HOLDS_FOR;
 use super::local::is_local;
+pub use super::segments::Segments;
+use super::tls::EngineTls;
 use super::url::{EngineUrl, EngineUrlError};
+use crate::tls::MaybeTls;
 
 /// Maximum length of a response head, in bytes; hyper reads bodies through the same buffer.
 const HEAD_BYTES_MAX: usize = 64 * 1024;
 /// Maximum number of header fields in a response.
 const HEADERS_MAX: usize = 128;
-/// Maximum number of buffers in a [`Segments`] body.
-const SEGMENTS_MAX: usize = 3;
 
 /// Settings of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSettings {
-    /// Longest wait for a TCP connection.
+    /// Longest wait for a connection, with its TLS handshake.
     pub connect_timeout: Duration,
     /// How long an idle connection is kept. vLLM closes its side after five seconds.
     pub idle_timeout: Duration,
@@ -120,63 +121,11 @@ impl SendError {
     }
 }
 
-/// A request body of up to three buffers, sent one after another without joining them.
-#[derive(Debug, Clone, Default)]
-pub struct Segments {
-    parts: [Bytes; SEGMENTS_MAX],
-}
-
-impl Segments {
-    /// Creates a body of `parts`, in order. Empty ones are skipped.
-    #[must_use]
-    pub fn new(parts: [Bytes; SEGMENTS_MAX]) -> Self {
-        Self { parts }
-    }
-
-    /// Returns the length in bytes.
-    #[must_use]
-    pub fn len(&self) -> u64 {
-        self.parts.iter().map(|part| part.len() as u64).sum()
-    }
-
-    /// Whether nothing is left to send.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.parts.iter().all(Bytes::is_empty)
-    }
-}
-
-impl From<Bytes> for Segments {
-    fn from(body: Bytes) -> Self {
-        Self::new([body, Bytes::new(), Bytes::new()])
-    }
-}
-
-impl Body for Segments {
-    type Data = Bytes;
-    type Error = std::convert::Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let part = self.parts.iter_mut().find(|part| !part.is_empty());
-        Poll::Ready(part.map(|part| Ok(Frame::data(std::mem::take(part)))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.is_empty()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.len())
-    }
-}
-
 /// All connections of one replica to its engines.
 pub struct Pool {
     settings: PoolSettings,
     counters: PoolCounters,
+    tls: EngineTls,
     /// Endpoints by slot.
     endpoints: RwLock<Vec<Option<Arc<EngineEndpoint>>>>,
 }
@@ -188,6 +137,7 @@ pub struct EngineEndpoint {
     host: HeaderValue,
     settings: PoolSettings,
     counters: PoolCounters,
+    tls: EngineTls,
     /// Idle connections, oldest first.
     idle: Mutex<PooledConnections>,
 }
@@ -199,8 +149,15 @@ impl Pool {
         Self {
             settings,
             counters,
+            tls: EngineTls::default(),
             endpoints: RwLock::default(),
         }
+    }
+
+    /// Connects to engines with TLS like this.
+    #[must_use]
+    pub fn with_tls(self, tls: EngineTls) -> Self {
+        Self { tls, ..self }
     }
 
     /// Returns the endpoint of a backend. A new incarnation gets a new one, because its
@@ -243,10 +200,11 @@ impl Pool {
         let host = url.host_header();
         Ok(EngineEndpoint {
             handle,
-            host: host.ok_or_else(|| bad_url(EngineUrlError::Malformed))?,
+            host: host.ok_or_else(|| bad_url(EngineUrlError))?,
             url,
             settings: self.settings,
             counters: self.counters.clone(),
+            tls: self.tls.clone(),
             idle: Mutex::default(),
         })
     }
@@ -325,12 +283,15 @@ impl EngineEndpoint {
     }
 
     async fn connect(&self) -> Result<Box<PooledConnection>, SendError> {
-        let connect = TcpStream::connect(self.url.address());
+        let connect = async {
+            let stream = TcpStream::connect(self.url.address()).await?;
+            prepare(&stream, self.settings.keep_alive)?;
+            self.tls.connect(&self.url, stream).await
+        };
         let stream = tokio::time::timeout(self.settings.connect_timeout, connect)
             .await
             .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
             .map_err(SendError::Connect)?;
-        prepare(&stream, self.settings.keep_alive).map_err(SendError::Connect)?;
         self.counters.opened.inc();
         let (sender, connection) = http1::Builder::new()
             .max_buf_size(HEAD_BYTES_MAX)
@@ -439,7 +400,7 @@ type PooledConnections = Vec<Box<PooledConnection>>;
 /// A connection with both of its ends.
 struct PooledConnection {
     sender: http1::SendRequest<Segments>,
-    connection: http1::Connection<TokioIo<TcpStream>, Segments>,
+    connection: http1::Connection<TokioIo<MaybeTls<TcpStream>>, Segments>,
     /// Whether `connection` has ended; it must not be polled again.
     is_over: bool,
     opened_at: Instant,

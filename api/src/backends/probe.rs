@@ -18,7 +18,7 @@ use super::engine::{self, EngineMetrics};
 use super::facts::{EngineReading, FactsMemory, ProbeRound};
 use super::health::Fault;
 use super::roster::{Occupancy, SlotTable, backend_at};
-use super::{Backends, Hooks, text};
+use super::{Backends, Hooks, ProbeSettings, text};
 
 /// Health paths in the order they are tried; the first one that the engine knows is kept.
 const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
@@ -56,7 +56,8 @@ pub(super) async fn supervise(
     stop: &CancellationToken,
 ) {
     let mut roster = SlotTable::new(Arc::clone(backends));
-    let mut ticks = tokio::time::interval(backends.settings.registry_interval);
+    let registry_interval = backends.settings.load().registry_interval;
+    let mut ticks = tokio::time::interval(registry_interval);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         tokio::select! {
@@ -80,8 +81,8 @@ pub(super) async fn supervise(
 
 impl Probe {
     async fn run(self) {
-        let settings = &self.backends.settings;
-        let client = || ProbeClient::new(&self.url, self.key(), settings.timeout);
+        let (timeout, tls) = (self.settings().timeout, self.backends.tls());
+        let client = || ProbeClient::new(&self.url, self.key(), (timeout, tls));
         match (client(), client()) {
             (Ok(liveness), Ok(words)) => {
                 tokio::join!(self.watch_liveness(liveness), self.watch_words(words));
@@ -93,23 +94,35 @@ impl Probe {
         }
     }
 
+    /// They may be replaced while it is probed.
+    fn settings(&self) -> Arc<ProbeSettings> {
+        self.backends.settings.load_full()
+    }
+
     /// Its key may be replaced while it is probed.
     fn key(&self) -> Option<HeaderValue> {
-        let keys = &self.backends.settings.keys;
-        keys.of_probes(&self.id, &self.url)
+        self.backends.keys().of_probes(&self.id, &self.url)
+    }
+
+    /// Readies a client for the next probe.
+    fn ready(&self, client: &mut ProbeClient, settings: &ProbeSettings) {
+        client.authorize(self.key());
+        client.patience(settings.timeout);
     }
 
     async fn watch_liveness(&self, mut client: ProbeClient) {
-        let mut path = HealthPath::new(self.backends.settings.health_path.clone());
+        let mut path = HealthPath::new(self.settings().health_path.clone());
         loop {
-            client.authorize(self.key());
+            let settings = self.settings();
+            self.ready(&mut client, &settings);
+            path.follow(settings.health_path.as_deref());
             match path.probe(&mut client).await {
                 Ok(()) => self.stay.passed(),
                 Err(UnhealthyError::Engine(fault, why)) => self.stay.failed(fault, why),
                 // Its state stays unchanged, because it was not asked.
                 Err(UnhealthyError::Here(why)) => tracing::debug!(why, "could not probe backend"),
             }
-            let pause = jittered(self.backends.settings.interval);
+            let pause = jittered(settings.interval);
             let gap = pause.min(ALARM_GAP);
             tokio::time::sleep(gap).await;
             tokio::select! {
@@ -124,7 +137,8 @@ impl Probe {
         let mut memory = FactsMemory::default();
         let mut models_due = Instant::now();
         loop {
-            client.authorize(self.key());
+            let settings = self.settings();
+            self.ready(&mut client, &settings);
             let metrics = self.scrape(&mut client).await;
             let mut saw = EngineReading {
                 models: None,
@@ -136,13 +150,13 @@ impl Probe {
             if models_due <= Instant::now() {
                 saw.models = self.list_models(&mut client).await;
                 let wait = match saw.models {
-                    Some(_) => self.backends.settings.models_interval,
-                    None => self.backends.settings.interval,
+                    Some(_) => settings.models_interval,
+                    None => settings.interval,
                 };
                 models_due = Instant::now() + wait;
             }
             self.tell_news(&mut memory, &saw);
-            tokio::time::sleep(jittered(self.backends.settings.interval)).await;
+            tokio::time::sleep(jittered(settings.interval)).await;
         }
     }
 
@@ -253,6 +267,14 @@ impl HealthPath {
         Self {
             is_fixed: fixed.is_some(),
             known: fixed.map(Cow::Owned),
+        }
+    }
+
+    /// Goes by another setting, if it is another.
+    fn follow(&mut self, fixed: Option<&str>) {
+        let current = self.known.as_deref().filter(|_| self.is_fixed);
+        if current != fixed {
+            *self = Self::new(fixed.map(str::to_owned));
         }
     }
 

@@ -1,4 +1,4 @@
-//! Where an engine is: `http://host[:port][/prefix]`.
+//! Where an engine is: `http://host[:port][/prefix]`, or the same with `https`.
 //!
 //! The registry and the config hold it in one form, with its port and without a slash at the end,
 //! so that the same place is always written alike.
@@ -9,12 +9,14 @@ use http::uri::{Authority, PathAndQuery};
 use http::{HeaderValue, Uri};
 
 const HTTP_PORT: u16 = 80;
+const HTTPS_PORT: u16 = 443;
 
 /// The base URL of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineUrl {
-    /// `http://host:port` and the prefix.
+    /// `http://host:port` or `https://host:port`, and the prefix.
     text: String,
+    is_tls: bool,
     /// `host:port`.
     address: String,
     /// `/prefix`, or nothing.
@@ -23,17 +25,11 @@ pub struct EngineUrl {
 
 /// Text that is no URL of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum EngineUrlError {
-    /// It asks for TLS.
-    #[error("https to engines is not supported yet; put a TLS proxy on this host in front of it")]
-    Https,
-    /// It is something else.
-    #[error("expected http://host, with a port and a path prefix if wanted")]
-    Malformed,
-}
+#[error("expected http://host or https://host, with a port and a path prefix if wanted")]
+pub struct EngineUrlError;
 
 impl EngineUrl {
-    /// Reads a URL; without a port it is that of HTTP.
+    /// Reads a URL; without a port it is that of the scheme.
     ///
     /// # Errors
     /// [`EngineUrlError`].
@@ -42,19 +38,19 @@ impl EngineUrl {
             let start = text.get(..scheme.len());
             start.is_some_and(|start| start.eq_ignore_ascii_case(scheme))
         };
-        if begins("https://") {
-            return Err(EngineUrlError::Https);
-        }
-        let rest = text.get("http://".len()..).filter(|_| begins("http://"));
-        let rest = rest.ok_or(EngineUrlError::Malformed)?;
+        let schemes = [("http://", HTTP_PORT), ("https://", HTTPS_PORT)];
+        let scheme = schemes.into_iter().find(|(scheme, _)| begins(scheme));
+        let (scheme, port) = scheme.ok_or(EngineUrlError)?;
+        let rest = &text[scheme.len()..];
         let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
-        let address = address(authority).ok_or(EngineUrlError::Malformed)?;
+        let address = address(authority, port).ok_or(EngineUrlError)?;
         let prefix = path.trim_end_matches('/');
         if !is_prefix(prefix) {
-            return Err(EngineUrlError::Malformed);
+            return Err(EngineUrlError);
         }
         Ok(Self {
-            text: format!("http://{address}{prefix}"),
+            text: format!("{scheme}{address}{prefix}"),
+            is_tls: port == HTTPS_PORT,
             address,
             prefix: prefix.to_owned(),
         })
@@ -71,18 +67,28 @@ impl EngineUrl {
         &self.address
     }
 
+    /// Whether TLS is spoken there.
+    pub(crate) fn is_tls(&self) -> bool {
+        self.is_tls
+    }
+
+    /// Returns the host, without brackets.
+    pub(crate) fn host(&self) -> &str {
+        let host = self.address.rsplit_once(':').map_or("", |(host, _)| host);
+        host.trim_start_matches('[').trim_end_matches(']')
+    }
+
     /// Returns the value of the `host` header.
     pub(crate) fn host_header(&self) -> Option<HeaderValue> {
-        let default = format!(":{HTTP_PORT}");
+        let port = if self.is_tls { HTTPS_PORT } else { HTTP_PORT };
+        let default = format!(":{port}");
         let bare = self.address.strip_suffix(&default);
         HeaderValue::from_str(bare.unwrap_or(&self.address)).ok()
     }
 
     /// Whether the host is a name, which may lead elsewhere later.
     pub(crate) fn is_name(&self) -> bool {
-        let host = self.address.rsplit_once(':').map_or("", |(host, _)| host);
-        let host = host.trim_start_matches('[').trim_end_matches(']');
-        host.parse::<IpAddr>().is_err()
+        self.host().parse::<IpAddr>().is_err()
     }
 
     /// Returns the target of a request for `target` at this engine.
@@ -97,12 +103,12 @@ impl EngineUrl {
 }
 
 /// `host:port` of an authority; `None` where it is none, or names a user.
-fn address(authority: &str) -> Option<String> {
+fn address(authority: &str, default_port: u16) -> Option<String> {
     let parsed: Authority = authority.parse().ok()?;
     let is_plain = !authority.contains('@') && !parsed.host().is_empty();
     let port = match parsed.port() {
         Some(port) => port.as_str().parse().ok().filter(|port| *port > 0)?,
-        None if authority == parsed.host() => HTTP_PORT,
+        None if authority == parsed.host() => default_port,
         // Behind the host is something, but no port.
         None => return None,
     };
@@ -132,6 +138,8 @@ mod tests {
             ("http://10.0.0.1:8000", "http://10.0.0.1:8000"),
             ("http://[::1]/v", "http://[::1]:80/v"),
             ("http://a:1/team-a/m.1/", "http://a:1/team-a/m.1"),
+            ("https://gpu1", "https://gpu1:443"),
+            ("HTTPS://gpu1:80/x", "https://gpu1:80/x"),
         ] {
             let url = EngineUrl::parse(text).unwrap();
             assert_eq!(url.as_str(), form);
@@ -152,13 +160,12 @@ mod tests {
             "http://a/%2e",
             "ftp://a",
         ] {
-            assert_eq!(
-                EngineUrl::parse(text),
-                Err(EngineUrlError::Malformed),
-                "{text}"
-            );
+            assert_eq!(EngineUrl::parse(text), Err(EngineUrlError), "{text}");
         }
-        assert_eq!(EngineUrl::parse("HTTPS://a"), Err(EngineUrlError::Https));
+        let host = |url: &str| EngineUrl::parse(url).unwrap().host_header().unwrap();
+        assert_eq!(host("https://a"), "a");
+        assert_eq!(host("https://a:80"), "a:80");
+        assert_eq!(host("http://a:443"), "a:443");
     }
 
     #[test]

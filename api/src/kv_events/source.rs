@@ -12,7 +12,7 @@ use serde::Deserialize;
 use state::Backend;
 
 use super::endpoint::{KvAddress, KvEndpoint, KvEventsSource, ListeningSide};
-use crate::backends::ProbeClient;
+use crate::backends::{EngineTls, ProbeClient};
 
 /// Maximum size of an answer, in bytes.
 const BODY_BYTES_MAX: usize = 1 << 20;
@@ -79,11 +79,12 @@ struct ServerInfo {
 pub(super) async fn find(
     backend: &Backend,
     authorization: Option<HeaderValue>,
+    tls: &EngineTls,
 ) -> Result<EngineSources, String> {
     let spec = &backend.spec;
     let source = spec.kv_events.as_deref().unwrap_or_default();
     let source: KvEventsSource = source.parse().map_err(|bad| format!("kv_events: {bad}"))?;
-    let client = ProbeClient::new(&spec.url, authorization, ANSWER_MAX);
+    let client = ProbeClient::new(&spec.url, authorization, (ANSWER_MAX, tls));
     let mut client = client.map_err(|failure| failure.to_string())?;
     let host = host(&spec.url);
     let model = match &spec.models[..] {

@@ -157,12 +157,13 @@ impl PromptReader {
         metrics: TokenizingMetrics,
     ) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let pool = Pool::new(PoolSettings::default(), PoolCounters::default());
         Self {
+            pool: pool.with_tls(backends.tls().clone()),
             view,
             backends,
             models,
             workers: Arc::new(Semaphore::new(cores)),
-            pool: Pool::new(PoolSettings::default(), PoolCounters::default()),
             metrics,
         }
     }

@@ -23,8 +23,8 @@ const V6_CLIENT_BITS: u32 = 64;
 pub(super) struct ClientTable {
     book: Mutex<ConnectionTable>,
     epoch: Instant,
-    connections_per_address_max: usize,
-    requests_per_address_max: usize,
+    connections_per_address_max: AtomicUsize,
+    requests_per_address_max: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -75,9 +75,21 @@ impl ClientTable {
         Self {
             book: Mutex::default(),
             epoch: Instant::now(),
-            connections_per_address_max,
-            requests_per_address_max,
+            connections_per_address_max: connections_per_address_max.into(),
+            requests_per_address_max: requests_per_address_max.into(),
         }
+    }
+
+    /// Has these limits hold for what comes from here on.
+    pub(super) fn limit(
+        &self,
+        connections_per_address_max: usize,
+        requests_per_address_max: usize,
+    ) {
+        self.connections_per_address_max
+            .store(connections_per_address_max, Relaxed);
+        self.requests_per_address_max
+            .store(requests_per_address_max, Relaxed);
     }
 
     /// Takes in a connection; `None` when its address has as many as it may. One that `is_exempt`
@@ -91,7 +103,7 @@ impl ClientTable {
         let mut book = self.book();
         let share = (!is_exempt).then(|| Arc::clone(book.shares.entry(address).or_default()));
         if let Some(share) = &share {
-            if share.connections.load(Relaxed) >= self.connections_per_address_max {
+            if share.connections.load(Relaxed) >= self.connections_per_address_max.load(Relaxed) {
                 return None;
             }
             share.connections.fetch_add(1, Relaxed);
@@ -184,7 +196,8 @@ impl ConnectionRequestGuard {
         seat.open.fetch_add(1, Relaxed);
         let share = seat.share.as_ref();
         let before = share.map(|share| share.requests.fetch_add(1, Relaxed));
-        let is_within = before.is_none_or(|before| before < clients.requests_per_address_max);
+        let requests_max = clients.requests_per_address_max.load(Relaxed);
+        let is_within = before.is_none_or(|before| before < requests_max);
         let turn = Self {
             clients: Arc::clone(clients),
             seat: Arc::clone(seat),
@@ -205,7 +218,7 @@ impl Drop for ConnectionRequestGuard {
 }
 
 /// The client that an address stands for.
-fn client_of(address: IpAddr) -> IpAddr {
+pub(crate) fn client_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V4(address) => IpAddr::V4(address),
         IpAddr::V6(address) => {
@@ -219,7 +232,7 @@ fn client_of(address: IpAddr) -> IpAddr {
 pub(super) struct UserRequests {
     shards: Box<[Mutex<HashMap<u64, usize>>]>,
     hasher: RandomState,
-    requests_max: usize,
+    requests_max: AtomicUsize,
 }
 
 /// A user's request, counted until it is dropped.
@@ -233,8 +246,13 @@ impl UserRequests {
         Self {
             shards: (0..SHARDS).map(|_| Mutex::default()).collect(),
             hasher: RandomState::new(),
-            requests_max,
+            requests_max: requests_max.into(),
         }
+    }
+
+    /// Has this limit hold for requests that come from here on.
+    pub(super) fn limit(&self, requests_max: usize) {
+        self.requests_max.store(requests_max, Relaxed);
     }
 
     /// Counts a request of `user`; `None` when there are as many as may be.
@@ -242,7 +260,7 @@ impl UserRequests {
         let user = self.hasher.hash_one(user);
         let mut shard = self.shard(user);
         let requests = shard.entry(user).or_insert(0);
-        if *requests >= self.requests_max {
+        if *requests >= self.requests_max.load(Relaxed) {
             return None;
         }
         *requests += 1;

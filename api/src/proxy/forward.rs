@@ -265,9 +265,9 @@ pub(super) fn timeouts(proxy: &Proxy, first_byte_by: Instant) -> ResponseTimeout
         answer_idle: proxy.settings.timeouts.answer_idle,
         withheld: WithheldEnd::new(proxy.settings.charges),
         ahead: ReadAheadBounds {
-            bytes_max: proxy.settings.limits.read_ahead_bytes_max,
+            bytes_max: proxy.limits.load().read_ahead_bytes_max,
             held_bytes: Arc::clone(&proxy.held_bytes),
-            held_bytes_max: proxy.settings.limits.held_bytes_max,
+            held_bytes_max: proxy.limits.load().held_bytes_max,
             held_back: proxy.settings.timeouts.held_back,
             untaken: proxy.settings.timeouts.untaken,
         },

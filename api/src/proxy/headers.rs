@@ -6,8 +6,8 @@
 
 use bytes::Bytes;
 use http::header::{
-    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, PROXY_AUTHENTICATE,
-    PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA,
+    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST,
+    PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA,
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Version};
 
@@ -27,6 +27,15 @@ pub(super) const PRIORITY: HeaderName = HeaderName::from_static("x-quorate-prior
 
 /// How the names of headers begin that only Quorate sets; an engine's are not passed on.
 const OWN_PREFIX: &str = "x-quorate-";
+
+/// What is said to Quorate and not to engines: they get decoded bodies, and answer uncompressed.
+const NOT_FORWARDED: [HeaderName; 5] = [
+    HOST,
+    CONTENT_LENGTH,
+    CONTENT_ENCODING,
+    EXPECT,
+    ACCEPT_ENCODING,
+];
 
 /// Longest request id taken from a client, in bytes.
 pub(super) const REQUEST_ID_BYTES_MAX: usize = 128;
@@ -82,7 +91,7 @@ pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_
     let forward_credentials = hop.forward_credentials && hop.engine_key.is_none();
     for (name, value) in client {
         let is_dropped = is_hop_by_hop(name)
-            || [&HOST, &CONTENT_LENGTH, &EXPECT, &ACCEPT_ENCODING].contains(&name)
+            || NOT_FORWARDED.contains(name)
             || (!forward_credentials && [&AUTHORIZATION, &API_KEY, &AZURE_KEY].contains(&name))
             || hop.strip.is_stripped(name)
             || (names_fields && is_named(client, name));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
-use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
+use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -17,52 +17,16 @@ use super::access::{AccessEntry, EndedAccess};
 use super::budget::BudgetGuard;
 use super::clients::{ConnectionRequestGuard, UserRequestGuard};
 use super::decisions::RequestRecord;
+use super::model_metrics::{ModelMeter, ModelMetrics};
+pub use super::outcome::RequestOutcome;
 use crate::backends::pool::PoolCounters;
 use crate::error::ProxyError;
 
 /// Upper bounds of the histograms' buckets, in seconds.
-const BUCKETS_S: [f64; 14] = [
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0,
+const BUCKETS_S: [f64; 18] = [
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 60.0, 120.0,
+    300.0, 600.0, 1800.0,
 ];
-
-/// How a request ended, as `quorate_proxy_requests_total` tells it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum RequestOutcome {
-    /// An engine's answer reached the client to its end.
-    Finished,
-    /// Answered here, without an engine: the model list.
-    Local,
-    /// Refused here with a 4xx.
-    Refused,
-    /// No engine could take it: a 5xx made here.
-    Failed,
-    /// An engine's own error was passed on.
-    EngineError,
-    /// The engine broke off in the middle of its answer.
-    BrokenOff,
-    /// The client left before the end.
-    ClientLeft,
-}
-
-impl RequestOutcome {
-    fn label(self) -> &'static str {
-        match self {
-            Self::Finished => "finished",
-            Self::Local => "local",
-            Self::Refused => "refused",
-            Self::Failed => "failed",
-            Self::EngineError => "engine-error",
-            Self::BrokenOff => "broken-off",
-            Self::ClientLeft => "client-left",
-        }
-    }
-}
-
-impl EncodeLabelValue for RequestOutcome {
-    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> std::fmt::Result {
-        self.label().encode(encoder)
-    }
-}
 
 /// Labels of the request counter.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -88,6 +52,8 @@ pub struct ProxyMetrics {
     pub connections_evicted: Counter,
     /// Connections closed because their address has as many as it may.
     pub connections_refused: Counter,
+    /// Connections without a finished TLS handshake, on a listener with TLS.
+    pub tls_handshakes_failed: Counter,
     /// Seconds from a request's last byte to the first byte of an engine's answer's body.
     pub time_to_first_byte: Seconds,
     /// Seconds from a request's head to the end of the answer.
@@ -106,6 +72,14 @@ pub struct ProxyMetrics {
     pub answer_bytes: Counter,
     /// Connections to engines.
     pub pool: PoolCounters,
+    /// The same by model.
+    pub(super) models: ModelMetrics,
+}
+
+impl Default for ModelMetrics {
+    fn default() -> Self {
+        Self::new(Seconds::histogram)
+    }
 }
 
 /// A histogram of seconds.
@@ -114,11 +88,16 @@ pub struct Seconds(Histogram);
 
 impl Default for Seconds {
     fn default() -> Self {
-        Self(Histogram::new(BUCKETS_S))
+        Self(Self::histogram())
     }
 }
 
 impl Seconds {
+    /// Upper bounds as those of all histograms here.
+    pub(super) fn histogram() -> Histogram {
+        Histogram::new(BUCKETS_S)
+    }
+
     fn observe(&self, time: Duration) {
         self.0.observe(time.as_secs_f64());
     }
@@ -188,6 +167,7 @@ impl ProxyMetrics {
             "Bytes of answers relayed to clients",
             self.answer_bytes.clone(),
         );
+        self.models.register(registry);
         self.register_connections(registry);
     }
 
@@ -196,6 +176,7 @@ impl ProxyMetrics {
             connections,
             connections_evicted,
             connections_refused,
+            tls_handshakes_failed,
             pool,
             ..
         } = self;
@@ -213,6 +194,11 @@ impl ProxyMetrics {
             "connections_refused",
             "Connections refused because their address is at its limit",
             connections_refused.clone(),
+        );
+        registry.register(
+            "tls_handshakes_failed",
+            "Connections that ended before their TLS handshake had",
+            tls_handshakes_failed.clone(),
         );
         registry.register(
             "engine_connections_opened",
@@ -258,6 +244,8 @@ pub(super) struct RequestMetricsGuard {
     counted: Option<UserRequestGuard>,
     /// Of its model.
     spending: Option<BudgetGuard>,
+    /// The metrics of its model.
+    model: Option<Arc<ModelMeter>>,
 }
 
 /// What a request counts as.
@@ -289,6 +277,7 @@ impl RequestMetricsGuard {
             _turn: turn,
             counted: None,
             spending: None,
+            model: None,
         }
     }
 
@@ -307,6 +296,11 @@ impl RequestMetricsGuard {
     /// Counts it as one of its user's.
     pub(super) fn counts(&mut self, counted: UserRequestGuard) {
         self.counted = Some(counted);
+    }
+
+    /// Counts it among the requests for its model, too.
+    pub(super) fn is_for(&mut self, model: Arc<ModelMeter>) {
+        self.model = Some(model);
     }
 
     /// Notes its end there.
@@ -367,6 +361,9 @@ impl RequestMetricsGuard {
             let ttft = read_at.elapsed();
             self.ttft = Some(ttft);
             self.metrics.time_to_first_byte.observe(ttft);
+            if let Some(model) = &self.model {
+                model.ttft.observe(ttft.as_secs_f64());
+            }
         }
     }
 
@@ -391,6 +388,9 @@ impl Drop for RequestMetricsGuard {
         } = self;
         let duration = started.elapsed();
         metrics.duration.observe(duration);
+        if let Some(model) = &self.model {
+            model.ends(*outcome, duration);
+        }
         let labels = RequestLabels {
             outcome: *outcome,
             code: *code,

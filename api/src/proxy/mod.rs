@@ -32,6 +32,7 @@ mod decisions;
 mod dialect;
 mod document;
 mod durable;
+mod encoding;
 mod expose;
 mod fields;
 mod forward;
@@ -42,7 +43,9 @@ mod identify;
 mod inspect;
 mod keys;
 mod metrics;
+mod model_metrics;
 mod models;
+mod outcome;
 mod pace;
 mod piece;
 mod proxied;
@@ -65,6 +68,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::task::{Context, Poll};
 
+use arc_swap::ArcSwap;
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Version};
@@ -76,6 +80,7 @@ use tracing::Instrument;
 
 pub use access::ACCESS_TARGET;
 pub use addresses::{IpPrefix, IpPrefixError};
+pub(crate) use clients::client_of;
 pub use cors::AllowedOrigins;
 pub(crate) use decisions::{DecidedAttempt, RequestEnd};
 pub use decisions::{DecisionLog, RequestRecord};
@@ -128,6 +133,8 @@ pub struct Proxy {
     view: Arc<StateView>,
     pool: Pool,
     settings: Arc<ProxySettings>,
+    /// Those of the settings, or what they were replaced by.
+    limits: ArcSwap<ProxyLimits>,
     metrics: Arc<ProxyMetrics>,
     replica: HeaderValue,
     /// Bytes of request bodies held at present.
@@ -175,6 +182,7 @@ impl Proxy {
         metrics: Arc<ProxyMetrics>,
     ) -> Self {
         let pool = Pool::new(settings.pool, metrics.pool.clone());
+        let pool = pool.with_tls(backends.tls().clone());
         let replica = HeaderValue::from(u16::from(settings.replica.0));
         let limits = &settings.limits;
         let clients = ClientTable::new(
@@ -191,6 +199,7 @@ impl Proxy {
         let decisions = DecisionLog::new(settings.replica, clock, settings.decisions_max);
         let decisions = decisions.for_access_log(is_logged);
         let access = AccessLog::new(settings.logged_requests);
+        let limits = ArcSwap::from_pointee(settings.limits);
         let settings = Arc::new(settings);
         let requests = RequestReader::new(router, Arc::clone(&settings));
         Self {
@@ -201,6 +210,7 @@ impl Proxy {
             view: Arc::clone(router.view()),
             pool,
             settings,
+            limits,
             metrics,
             replica,
             held_bytes: Arc::default(),
@@ -233,6 +243,17 @@ impl Proxy {
     #[must_use]
     pub fn decisions(&self) -> &Arc<DecisionLog> {
         &self.decisions
+    }
+
+    /// Has other limits hold from here on, for requests under way as far as they are still asked
+    /// about. Those on all connections, and on the streams of one, stay as they were at first.
+    pub fn replace_limits(&self, limits: ProxyLimits) {
+        self.clients.limit(
+            limits.connections_per_address_max,
+            limits.requests_per_address_max,
+        );
+        self.users.limit(limits.requests_per_user_max);
+        self.limits.store(Arc::new(limits));
     }
 
     /// Closes up to `count` client connections that have no request, the longest idle first: for
@@ -338,14 +359,17 @@ impl Proxy {
         mut body: Incoming,
         ledger: &mut RequestMetricsGuard,
     ) -> Result<ForwardResult, ProxyError> {
-        let held_bytes_max = self.settings.limits.held_bytes_max;
+        let (held_bytes_max, requests_max) = {
+            let limits = self.limits.load();
+            (limits.held_bytes_max, limits.requests_max)
+        };
         let mut held = HeldBodyBytes::none(&self.held_bytes, held_bytes_max);
         let (holder, mut body_bytes) = match self.take_in(&head, &peer, &mut body, &mut held).await
         {
             Ok(TakenIn::Whole(holder, bytes)) => (holder, bytes),
             Ok(TakenIn::Models(id)) => return self.models(id.as_deref()).map(ForwardResult::Held),
             Ok(TakenIn::Stored) => {
-                ledger.is_read(self.settings.limits.requests_max)?;
+                ledger.is_read(requests_max)?;
                 return forward_stored(self, &head, &peer, &request_id).await;
             }
             Err(failure) => {
@@ -354,18 +378,23 @@ impl Proxy {
                 // Over HTTP/2 the stream is reset instead.
                 let is_wanted = head.version <= Version::HTTP_11 && !body.is_end_stream();
                 if is_wanted && failure != ProxyError::BodyTimeout {
-                    request::discard(&self.settings, &head.headers, body).await;
+                    let bytes_max = self.limits.load().body_bytes_max;
+                    let patience = self.settings.timeouts.refused_body;
+                    request::discard((bytes_max, patience), &head.headers, body).await;
                 }
                 return Err(failure);
             }
         };
         drop(body);
-        ledger.is_read(self.settings.limits.requests_max)?;
+        ledger.is_read(requests_max)?;
         let path = head.uri.path();
         let told = request_head(&head, &peer);
         let (read, ids) = self.requests.read(&told, &holder, &mut body_bytes).await?;
         // As long as the prompt, and not needed any more.
         drop(ids);
+        let model = &read.parsed.model;
+        let is_served = || models::is_served(&self.view.registry(), model);
+        ledger.is_for(self.metrics.models.meter(model, is_served));
         let record = self.decisions.open(&read, &request_id, path);
         ledger.records(record.clone());
         let counted = self.users.count(read.user.as_str());
@@ -396,7 +425,7 @@ impl Proxy {
             Route::Model(id) => Ok(TakenIn::Models(Some(id))),
             Route::Stored(_) => Ok(TakenIn::Stored),
             Route::Engine => {
-                let limits = &self.settings.limits;
+                let limits = **self.limits.load();
                 let is_full = self.metrics.in_flight.get() >= signed(limits.requests_max);
                 // This one is among them.
                 let reading = self.metrics.reading.get();
@@ -405,7 +434,8 @@ impl Proxy {
                 }
                 let reading_max = signed(limits.reading_max / 2);
                 let upload = request::BodyReader {
-                    settings: &self.settings,
+                    timeouts: &self.settings.timeouts,
+                    bytes_max: limits.body_bytes_max,
                     headers: &head.headers,
                     is_crowded: &|| self.metrics.reading.get() > reading_max,
                 };

@@ -103,6 +103,12 @@ pub(super) fn one(registry: &Registry, backends: &Backends, id: &str) -> Option<
     )
 }
 
+/// Whether a registered backend names the model, or lists it where it serves all that it lists.
+pub(super) fn is_served(registry: &Registry, model: &str) -> bool {
+    let mut backends = registry.backends.iter();
+    backends.any(|backend| named_models(backend).any(|named| named == model))
+}
+
 /// Tokens of a model's longest prompt: what its engines say, and what fits their caches at
 /// `tokens_per_block`.
 pub(super) fn context_tokens_max(

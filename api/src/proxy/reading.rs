@@ -14,10 +14,11 @@ use state::StateView;
 use state::ids::Slot;
 
 use super::deadline;
+use super::encoding::BodyEncoding;
 use super::headers::told_request_id;
 use super::identify::{Client, IdentifiedUser, RequestOrigin, UserSource, check_key, identify};
 use super::keys::Holder;
-use super::request::{check_head, priority, refuse_compressed, refuse_websocket};
+use super::request::{check_head, priority, refuse_websocket};
 use super::routes::{Route, route, takes_form, unrouted, without_slash};
 use super::settings::ProxySettings;
 use crate::error::ProxyError;
@@ -188,7 +189,8 @@ impl RequestReader {
                 Err(unrouted(head.method, head.path))
             }
             Route::Engine => {
-                refuse_compressed(head.headers)?;
+                // What is explained is given as it is decoded.
+                BodyEncoding::of(head.headers)?;
                 self.read(&head, &holder, &mut body).await
             }
         }

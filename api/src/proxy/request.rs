@@ -5,14 +5,16 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, EXPECT, HOST, UPGRADE};
+use http::header::{CONTENT_LENGTH, EXPECT, HOST, UPGRADE};
 use http::{HeaderMap, HeaderValue, Version};
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
+use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::encoding::{BodyEncoding, GZIP_PART_BYTES, GzipBody};
 use super::headers::PRIORITY;
-use super::settings::ProxySettings;
+use super::settings::ProxyTimeouts;
 use crate::error::ProxyError;
 use crate::prompt::ReadError;
 use crate::routing::PreferenceRejection;
@@ -20,9 +22,6 @@ use crate::routing::PreferenceRejection;
 /// What is set aside for a body before its bytes come, at most: its announced length is only a
 /// promise.
 const FIRST_BUFFER_BYTES_MAX: u64 = 64 * 1024;
-
-/// Longest name of an encoding that an error repeats, in bytes.
-const SHOWN_ENCODING_BYTES_MAX: usize = 64;
 
 /// A body's bytes in the sum of all that are held; taken out when dropped.
 pub(super) struct HeldBodyBytes {
@@ -58,7 +57,9 @@ impl Drop for HeldBodyBytes {
 
 /// A body on its way in.
 pub(super) struct BodyReader<'a> {
-    pub(super) settings: &'a ProxySettings,
+    pub(super) timeouts: &'a ProxyTimeouts,
+    /// Longest body.
+    pub(super) bytes_max: u64,
     pub(super) headers: &'a HeaderMap,
     /// Whether many others are on their way: then it has less time.
     pub(super) is_crowded: &'a (dyn Fn() -> bool + Sync),
@@ -76,13 +77,16 @@ impl BodyReader<'_> {
         body: &mut Incoming,
         held: &mut HeldBodyBytes,
     ) -> Result<Bytes, ProxyError> {
-        refuse_compressed(self.headers)?;
-        let bytes_max = self.settings.limits.body_bytes_max;
+        let encoding = BodyEncoding::of(self.headers)?;
+        let bytes_max = self.bytes_max;
         let announced = content_length(self.headers);
         if announced.is_some_and(|length| length > bytes_max) {
             return Err(ProxyError::BodyTooLarge { bytes_max });
         }
         let began = Instant::now();
+        if encoding == BodyEncoding::Gzip {
+            return self.read_gzip(body, held, began).await;
+        }
         let mut whole = BytesMut::new();
         let mut first = Bytes::new();
         while let Some(data) = self.piece(body, began).await? {
@@ -110,6 +114,29 @@ impl BodyReader<'_> {
         })
     }
 
+    /// Decodes the body while it is read.
+    async fn read_gzip(
+        &self,
+        body: &mut Incoming,
+        held: &mut HeldBodyBytes,
+        began: Instant,
+    ) -> Result<Bytes, ProxyError> {
+        let bytes_max = self.bytes_max;
+        let mut gzip = GzipBody::new(bytes_max);
+        let mut received = 0;
+        while let Some(data) = self.piece(body, began).await? {
+            received += data.len() as u64;
+            if received > bytes_max {
+                return Err(ProxyError::BodyTooLarge { bytes_max });
+            }
+            for part in data.chunks(GZIP_PART_BYTES) {
+                held.add(gzip.push(part)?)?;
+                yield_now().await;
+            }
+        }
+        gzip.end()
+    }
+
     /// The next piece; `None` at the end.
     async fn piece(
         &self,
@@ -135,7 +162,7 @@ impl BodyReader<'_> {
     }
 
     fn patience(&self, began: Instant, waits_since: Instant) -> Instant {
-        let timeouts = &self.settings.timeouts;
+        let timeouts = self.timeouts;
         let (whole, idle) = match (self.is_crowded)() {
             false => (timeouts.body, timeouts.body_idle),
             true => (
@@ -149,13 +176,16 @@ impl BodyReader<'_> {
 
 /// Reads what is left of a body and throws it away, within bounds: closing a connection over unread
 /// bytes resets it, and the answer would be lost on its way.
-pub(super) async fn discard(settings: &ProxySettings, headers: &HeaderMap, mut body: Incoming) {
-    let bytes_max = settings.limits.body_bytes_max.saturating_mul(2);
+pub(super) async fn discard(
+    (bytes_max, patience): (u64, Duration),
+    headers: &HeaderMap,
+    mut body: Incoming,
+) {
+    let bytes_max = bytes_max.saturating_mul(2);
     let is_hopeless = content_length(headers).is_some_and(|length| length > bytes_max);
     if is_hopeless || headers.contains_key(EXPECT) {
         return;
     }
-    let patience = settings.timeouts.refused_body;
     let read = async {
         let mut left = bytes_max;
         while let Ok(Some(Ok(frame))) = timeout(patience / 4, body.frame()).await {
@@ -200,20 +230,6 @@ impl From<PreferenceRejection> for ProxyError {
             param: Some(why.header().to_string()),
         }
     }
-}
-
-/// Refuses bodies that cannot be read.
-pub(super) fn refuse_compressed(headers: &HeaderMap) -> Result<(), ProxyError> {
-    let coding = headers.get(CONTENT_ENCODING);
-    if coding.is_some_and(|coding| coding != "identity") {
-        let encoding = coding.and_then(|coding| coding.to_str().ok());
-        let encoding = encoding.unwrap_or_default();
-        let end = encoding.floor_char_boundary(SHOWN_ENCODING_BYTES_MAX);
-        return Err(ProxyError::UnsupportedEncoding {
-            encoding: encoding[..end].to_owned(),
-        });
-    }
-    Ok(())
 }
 
 /// Refuses requests for another protocol than HTTP; what else `upgrade` offers may be ignored.

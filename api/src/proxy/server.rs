@@ -1,12 +1,12 @@
-//! Accepts connections, speaks HTTP/1.1 and h2c on them, and drains.
+//! Accepts connections, speaks HTTP/1.1 and HTTP/2 on them, with or without TLS, and drains.
 
 use std::convert::Infallible;
 use std::future::Future;
 use std::io;
 use std::net::IpAddr;
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -24,11 +24,15 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::clients::ConnectionGuard;
+use super::clients::{ClientConnection, ConnectionGuard};
 use super::pace::{CurrentResponse, WriteTimeoutSocket};
 use super::{AnswerBody, CLOSE, Proxy};
 use crate::backends::pool::prepare;
+use crate::error::{ProxyError, openai_body};
 use crate::seldom::Seldom;
+use crate::tls::{
+    self, Certificates, ClearRefusal, ListenerFiles, MaybeTls, ServerConfig, TlsAcceptError,
+};
 
 /// How often idle connections to engines are looked through.
 const REAP_INTERVAL: Duration = Duration::from_secs(1);
@@ -48,11 +52,21 @@ const EVICT_EVERY: Duration = Duration::from_millis(100);
 /// How long a connection that was told to go may take to do so.
 const EVICTED_WITHIN: Duration = Duration::from_secs(1);
 
+/// What a client hears that speaks HTTP in the clear where TLS is spoken.
+static NO_TLS: LazyLock<ClearRefusal> = LazyLock::new(|| ClearRefusal {
+    content_type: "application/json",
+    body: openai_body(&ProxyError::BadRequest {
+        message: "this port speaks TLS; use https://".to_owned(),
+        param: None,
+    }),
+});
+
 /// A data plane on its listener.
 pub struct Server {
     listener: TcpListener,
     proxy: Arc<Proxy>,
     leaving: CancellationToken,
+    tls: Option<Arc<Certificates<ListenerFiles>>>,
 }
 
 /// How draining went.
@@ -70,7 +84,14 @@ impl Server {
             listener,
             proxy,
             leaving: CancellationToken::new(),
+            tls: None,
         }
+    }
+
+    /// Speaks TLS only; each connection with the certificates that are current when it begins.
+    #[must_use]
+    pub fn with_tls(self, tls: Option<Arc<Certificates<ListenerFiles>>>) -> Self {
+        Self { tls, ..self }
     }
 
     /// From when `leaving` is cancelled, every HTTP/1.1 answer says `connection: close`, so that
@@ -85,16 +106,26 @@ impl Server {
     /// it has begun (`connection: close` and GOAWAY tell clients to go elsewhere), and cuts what is
     /// left after `deadline`.
     pub async fn run(self, drain: CancellationToken, deadline: Duration) -> DrainResult {
+        self.run_until(drain, move || deadline).await
+    }
+
+    /// The same with a deadline that is asked for when the drain begins.
+    pub async fn run_until(
+        self,
+        drain: CancellationToken,
+        deadline: impl Fn() -> Duration,
+    ) -> DrainResult {
         let Self {
             listener,
             proxy,
             leaving,
+            tls,
         } = self;
         let tracker = TaskTracker::new();
         let stop = ShutdownSignals {
             leaving,
             drain,
-            linger: LINGER.min(deadline / 4),
+            linger: LINGER.min(deadline() / 4),
             cut: CancellationToken::new(),
         };
         let mut door = Acceptor {
@@ -110,6 +141,7 @@ impl Server {
             proxy: Arc::clone(&proxy),
             builder: Arc::clone(&builder),
             stop: stop.clone(),
+            tls: tls.as_ref().map(|tls| tls.current()),
         };
         loop {
             tokio::select! {
@@ -136,6 +168,7 @@ impl Server {
         }
         drop(door);
         tracker.close();
+        let deadline = deadline();
         // Who still waits for a backend then is told to ask another replica, not cut off.
         let farewell = FAREWELL.min(deadline / 4);
         let finished = timeout(deadline.saturating_sub(farewell), tracker.wait()).await;
@@ -274,9 +307,35 @@ struct ConnectionContext {
     proxy: Arc<Proxy>,
     builder: Arc<auto::Builder<TrackedExecutor>>,
     stop: ShutdownSignals,
+    /// `None`: in the clear.
+    tls: Option<Arc<ServerConfig>>,
 }
 
 impl ConnectionContext {
+    /// Prepares a socket, and runs the handshake if there are certificates.
+    async fn secure(
+        &self,
+        stream: TcpStream,
+        seat: &ClientConnection,
+        asked: &ConnectionRequests,
+    ) -> Result<MaybeTls<WriteTimeoutSocket<TcpStream>>, TlsAcceptError> {
+        let timeouts = self.proxy.settings.timeouts;
+        prepare(&stream, timeouts.keep_alive)?;
+        let written = asked.written.clone();
+        // Below TLS, so that what TLS holds back is timed as well.
+        let timed = |stream| WriteTimeoutSocket::new(stream, timeouts.untaken, written);
+        let Some(config) = self.tls.clone() else {
+            return Ok(MaybeTls::Clear(timed(stream)));
+        };
+        let handshake = tls::accept(stream, config, &NO_TLS, timed);
+        let limit = timeouts.first_request;
+        let secured = shake_hands(handshake, seat, &self.stop.cut, limit).await;
+        if secured.is_err() {
+            self.proxy.metrics.tls_handshakes_failed.inc();
+        }
+        secured
+    }
+
     async fn serve(self, accepted: Accepted) {
         let Accepted {
             stream,
@@ -284,18 +343,19 @@ impl ConnectionContext {
             seated,
             _room,
         } = accepted;
-        let (proxy, stop) = (self.proxy, self.stop);
-        let timeouts = proxy.settings.timeouts;
-        if let Err(error) = prepare(&stream, timeouts.keep_alive) {
-            tracing::debug!(%error, "connection closed before it was served");
-            return;
-        }
-        let _open = ConnectionGaugeGuard::connection(&proxy.metrics.connections);
+        let _open = ConnectionGaugeGuard::connection(&self.proxy.metrics.connections);
         let seat = Arc::clone(&seated.seat);
         let asked = Arc::new(ConnectionRequests::default());
+        let stream = match self.secure(stream, &seat, &asked).await {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::debug!(%peer, %error, "connection ended before it was served");
+                return;
+            }
+        };
+        let (proxy, stop) = (self.proxy, self.stop);
+        let timeouts = proxy.settings.timeouts;
         let service = service(&proxy, seated, peer, &asked, &stop);
-        let written = asked.written.clone();
-        let stream = WriteTimeoutSocket::new(stream, timeouts.untaken, written);
         let mut connection = pin!(self.builder.serve_connection(TokioIo::new(stream), service));
         // hyper's own timer begins only when it knows which protocol is spoken, and is for HTTP/1.1.
         let mut patience = pin!(sleep(timeouts.first_request));
@@ -345,6 +405,23 @@ impl ConnectionContext {
             tracing::debug!(%error, "connection ended");
         }
     }
+}
+
+/// Waits for a handshake for as long as its connection has a place.
+async fn shake_hands<S>(
+    handshake: impl Future<Output = Result<MaybeTls<S>, TlsAcceptError>>,
+    seat: &ClientConnection,
+    cut: &CancellationToken,
+    limit: Duration,
+) -> Result<MaybeTls<S>, TlsAcceptError> {
+    let why = tokio::select! {
+        biased;
+        done = handshake => return done,
+        () = seat.told_to_leave() => io::ErrorKind::ConnectionAborted,
+        () = cut.cancelled() => io::ErrorKind::ConnectionAborted,
+        () = sleep(limit) => io::ErrorKind::TimedOut,
+    };
+    Err(TlsAcceptError::Handshake(why.into()))
 }
 
 /// Returns the service for one connection, which passes requests to the proxy and, during shutdown,

@@ -60,15 +60,7 @@ impl Decider {
         scratch: &mut DecisionScratch,
         seen: impl FnMut(usize, FilterVerdict),
     ) -> Result<(), RoutingRejection> {
-        let mut sieve = FilterPass {
-            decider: self,
-            fleet,
-            ask,
-            now,
-            scratch,
-            passed: 0,
-            seen,
-        };
+        let mut sieve = self.filter(fleet, ask, now, scratch, seen);
         sieve.admit()?;
         sieve.keep_below_limit()
     }
@@ -84,16 +76,26 @@ impl Decider {
         now: Instant,
         scratch: &mut DecisionScratch,
     ) -> Result<(), RoutingRejection> {
-        let mut sieve = FilterPass {
+        self.filter(fleet, ask, now, scratch, |_, _| {}).admit()
+    }
+
+    fn filter<'a, S: FnMut(usize, FilterVerdict)>(
+        &'a self,
+        fleet: &'a RoutingTable,
+        ask: &'a RoutingRequest<'a>,
+        now: Instant,
+        scratch: &'a mut DecisionScratch,
+        seen: S,
+    ) -> FilterPass<'a, S> {
+        FilterPass {
             decider: self,
             fleet,
             ask,
             now,
             scratch,
             passed: 0,
-            seen: |_, _| {},
-        };
-        sieve.admit()
+            seen,
+        }
     }
 }
 
@@ -311,11 +313,12 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     fn keep_below_limit(&mut self) -> Result<(), RoutingRejection> {
         let decider = self.decider;
         let service = decider.view.service();
+        let has_place = |backend: &Backend, limit| {
+            decider.load.may_have_place(backend.handle, limit) || planted::is(Bug::ShareIgnored)
+        };
         self.retain(FilterVerdict::AtLimit, |candidate, backend| {
             let limit = service.limit(candidate.slot);
-            limit.is_none_or(|limit| {
-                candidate.running < limit && decider.load.may_have_place(backend.handle, limit)
-            })
+            limit.is_none_or(|limit| candidate.running < limit && has_place(backend, limit))
         });
         if self.scratch.candidates.is_empty() {
             return Err(RoutingRejection::AtLimit);

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -77,7 +79,7 @@ pub struct RoutingMetrics {
     shown: Arc<Mutex<BTreeSet<String>>>,
     outbox_items: Gauge,
     outbox_bytes: Gauge,
-    outbox_age_ms: Gauge,
+    outbox_age_s: Gauge<f64, AtomicU64>,
     outbox_dropped: Counter,
     pub(super) driver: DriverMetrics,
     pub(super) shares: ShareMetrics,
@@ -222,9 +224,9 @@ impl RoutingMetrics {
             &self.outbox_bytes,
         );
         add(
-            "quorate_state_outbox_age_milliseconds",
+            "quorate_state_outbox_age_seconds",
             "Age of the batch that is being proposed",
-            &self.outbox_age_ms,
+            &self.outbox_age_s,
         );
         add(
             "quorate_state_outbox_dropped",
@@ -333,7 +335,8 @@ impl RoutingMetrics {
         let whole = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
         self.outbox_items.set(whole(status.queued_items as u64));
         self.outbox_bytes.set(whole(status.queued_bytes as u64));
-        self.outbox_age_ms.set(whole(status.oldest_ms));
+        let oldest = Duration::from_millis(status.oldest_ms);
+        self.outbox_age_s.set(oldest.as_secs_f64());
         self.outbox_dropped.inner().store(status.dropped, Relaxed);
     }
 }

@@ -125,7 +125,7 @@ macro_rules! forms {
     ($(
         $(#[$attribute:meta])*
         $form:ident: $value:ty = $name:literal {
-            pattern: $pattern:literal,
+            pattern: $pattern:expr,
             expected: $expected:literal,
             $(integers: $integers:expr,)?
             read: $read:expr,
@@ -168,28 +168,28 @@ macro_rules! forms {
 forms! {
     /// A duration.
     Span: Duration = "time-span" {
-        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
+        pattern: SPAN_PATTERN,
         expected: "a duration from 1ms to 1day, such as \"20ms\" or \"1m 30s\"",
         read: |text| span(text).filter(is_span),
         show: show_duration,
     }
     /// A duration that may be zero.
     SpanOrZero: Duration = "time-span-or-zero" {
-        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
+        pattern: SPAN_PATTERN,
         expected: "a duration up to 1day, such as \"5s\"",
         read: span,
         show: show_duration,
     }
     /// A duration that may be as long as the log can say.
     LongSpan: Duration = "long-time-span" {
-        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
+        pattern: SPAN_PATTERN,
         expected: "a duration from 1ms to 49days, such as \"20ms\" or \"1m 30s\"",
         read: |text| long_span(text).filter(is_span),
         show: show_duration,
     }
     /// The same, or zero.
     LongSpanOrZero: Duration = "long-time-span-or-zero" {
-        pattern: r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$",
+        pattern: SPAN_PATTERN,
         expected: "a duration up to 49days, such as \"5s\"",
         read: long_span,
         show: show_duration,
@@ -203,6 +203,9 @@ forms! {
         show: show_concurrency,
     }
 }
+
+/// A number and a unit, as often as wanted.
+const SPAN_PATTERN: &str = r"^\d+ *[a-zA-Z]+( *\d+ *[a-zA-Z]+)*$";
 
 /// Minimum; shorter intervals would keep a core busy.
 const SPAN_MIN: Duration = Duration::from_millis(1);

@@ -5,7 +5,6 @@ use std::time::Duration;
 use api::backends::{EngineKeys, ProbeSettings};
 use api::proxy::ProxySettings;
 use http::HeaderValue;
-use serde_json::json;
 use state::command::{BackendSpec, Command};
 
 use super::client::chat;
@@ -82,17 +81,4 @@ async fn a_name_is_looked_up_again_and_an_address_is_not() {
         }
         assert_eq!(engine.connections() - before, connections, "{host}");
     }
-}
-
-#[tokio::test]
-async fn the_admin_api_says_that_https_is_not_there_yet() {
-    let fleet = Fleet::start(&[&engine().await]).await;
-    let body = json!({"url": "https://gpu-1"});
-    let (status, problem) = fleet.call("PUT", "/admin/v1/backends/x", &body).await;
-    assert_eq!(status, 400, "{problem}");
-    let detail = problem["detail"].as_str().unwrap();
-    assert!(
-        detail.contains("https to engines is not supported yet"),
-        "{detail}"
-    );
 }

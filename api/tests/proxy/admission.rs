@@ -239,10 +239,7 @@ async fn who_would_not_be_served_in_time_is_refused_at_once() {
 }
 
 fn assert_refused(answer: &Answer, status: u16, code: &str) {
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (status, code)
-    );
+    answer.refuses(status, code);
     assert!(answer.header("retry-after").is_some());
 }
 

@@ -28,6 +28,13 @@ impl Answer {
         found.map(|(_, value)| value.as_str())
     }
 
+    /// It is an OpenAI-shaped error with this status and code.
+    #[track_caller]
+    pub(crate) fn refuses(&self, status: u16, code: &str) {
+        let told = (self.status, self.error_code());
+        assert_eq!(told, (status, code.to_owned()), "{}", self.body);
+    }
+
     /// The `code` of an OpenAI-shaped error.
     pub(crate) fn error_code(&self) -> String {
         let body: serde_json::Value = serde_json::from_str(&self.body).expect(&self.body);

@@ -1,7 +1,11 @@
 //! What clients that were written for engines and for the makers of models rely on.
 
+use std::io::Write;
+
 use api::backends::ProbeSettings;
 use api::proxy::{AllowedOrigins, ProxySettings};
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use serde_json::{Value, json};
 use state::command::{BackendSpec, Command};
 
@@ -45,10 +49,7 @@ async fn a_model_is_found_however_its_slash_is_written() {
         .await
         .ask(get("/v1/models/org%2Fother", ""))
         .await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (404, "model_not_found")
-    );
+    answer.refuses(404, "model_not_found");
     assert!(answer.body.contains("`org/other`"), "{}", answer.body);
 }
 
@@ -127,10 +128,7 @@ async fn a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for
         .await
         .ask(post("/v1/completions", "", &request))
         .await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (400, "context_length_exceeded")
-    );
+    answer.refuses(400, "context_length_exceeded");
     let told = body(&answer)["error"]["message"]
         .as_str()
         .unwrap()
@@ -195,7 +193,7 @@ async fn what_an_engine_says_of_caching_stands() {
 async fn encodings_and_websockets_are_refused_with_a_reason() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let fleet = Fleet::start(&[&engine]).await;
-    for encoding in ["gzip", "zstd", "br, gzip"] {
+    for encoding in ["deflate", "zstd", "br, gzip"] {
         let head = format!("content-encoding: {encoding}\r\n");
         let answer = fleet
             .client()
@@ -204,7 +202,7 @@ async fn encodings_and_websockets_are_refused_with_a_reason() {
             .await;
         assert_eq!(answer.status, 415, "{encoding}");
         assert_eq!(answer.error_code(), "unsupported_content_encoding");
-        assert_eq!(answer.header("accept-encoding"), Some("identity"));
+        assert_eq!(answer.header("accept-encoding"), Some("gzip, identity"));
         assert!(answer.body.contains(encoding), "{}", answer.body);
     }
     let upgrade = "connection: upgrade\r\nupgrade: WebSocket\r\nsec-websocket-version: 13\r\n";
@@ -213,15 +211,67 @@ async fn encodings_and_websockets_are_refused_with_a_reason() {
         .await
         .ask(get("/v1/realtime?model=m", upgrade))
         .await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (501, "websockets_not_supported")
-    );
+    answer.refuses(501, "websockets_not_supported");
     // curl offers this of itself.
     let upgrade = "connection: upgrade\r\nupgrade: h2c\r\n";
     let answer = fleet.client().await.ask(get("/v1/models", upgrade)).await;
     assert_eq!(answer.status, 200);
     assert_eq!(engine.requests().len(), 0);
+}
+
+/// A POST of a chat that is compressed as `gzip -n` does it, with the body `packed`.
+fn compressed(packed: &[u8]) -> Vec<u8> {
+    let length = packed.len();
+    let head = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\n\
+         content-encoding: gzip\r\ncontent-length: {length}\r\n\r\n"
+    );
+    [head.as_bytes(), packed].concat()
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::default());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+#[tokio::test]
+async fn a_gzip_body_reaches_the_engine_decoded() {
+    let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], PATIENT, |settings| {
+        settings.limits.body_bytes_max = 100_000;
+    })
+    .await;
+    let body = r#"{"model":"m","messages":[{"role":"user","content":"packed"}]}"#;
+    let answer = fleet
+        .client()
+        .await
+        .ask(compressed(&gzip(body.as_bytes())))
+        .await;
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    let requests = engine.requests();
+    let (head, seen) = requests[0].split_once("\r\n\r\n").unwrap();
+    assert_eq!(seen, body);
+    assert!(!head.contains("content-encoding"), "{head}");
+    let length = format!("content-length: {}", body.len());
+    assert!(head.contains(&length), "{head}");
+
+    // 50 MB of spaces in 50 KB.
+    let bomb = gzip(&vec![b' '; 50_000_000]);
+    assert!(bomb.len() < 100_000);
+    let answer = fleet.client().await.ask(compressed(&bomb)).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (413, "request_too_large")
+    );
+    let answer = fleet.client().await.ask(compressed(body.as_bytes())).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (400, "invalid_request")
+    );
+    assert!(answer.body.contains("not valid gzip"), "{}", answer.body);
+    assert_eq!(engine.requests().len(), 1);
+    fleet.is_idle().await;
 }
 
 #[tokio::test]
@@ -346,10 +396,7 @@ async fn a_request_without_a_model_goes_to_the_only_one() {
     assert!(!seen.contains("\"model\""), "{seen}");
     fleet.apply(spec("e2", &engine, &["other"]));
     let answer = fleet.client().await.ask(&request).await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (400, "invalid_request")
-    );
+    answer.refuses(400, "invalid_request");
     assert!(answer.body.contains("model is missing"), "{}", answer.body);
     let (status, explained) = fleet
         .call(

@@ -72,10 +72,7 @@ async fn a_redirect_leads_nobody_to_an_engine() {
     let lost = Engine::always(vec![Step::Send(redirect.into())]).await;
     let fleet = Fleet::start(&[&lost]).await;
     let answer = fleet.client().await.ask(chat("")).await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (502, "backend_redirects")
-    );
+    answer.refuses(502, "backend_redirects");
     assert!(answer.header("location").is_none() && !answer.body.contains("10.0.0.7"));
     fleet.is_idle().await;
 

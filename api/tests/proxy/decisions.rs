@@ -101,7 +101,7 @@ impl Asked {
             &["parity=1", "parity=0", "parity=2", "=="],
         );
         may(0.1, "x-request-timeout", &["30s", "2"]);
-        may(0.02, "content-encoding", &["gzip"]);
+        may(0.02, "content-encoding", &["br"]);
         let path = match rng.random_range(0..20) {
             0 => "/v1/nothing",
             1 => "/v1/responses",

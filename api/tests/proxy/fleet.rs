@@ -383,6 +383,7 @@ fn admin(
         digests: Arc::default(),
         outbox: Arc::clone(router.outbox()),
         lifecycle: Lifecycle::default(),
+        is_insecure: false,
     };
     api::admin::router(Arc::new(Admin {
         cluster: Arc::clone(log) as Arc<dyn Cluster>,
@@ -402,6 +403,8 @@ fn admin(
         readiness: Arc::new(readiness),
         file: api::settings::SharedFileSettings::default(),
         hosts: Vec::new(),
+        tokens: None,
+        is_metrics_public: false,
     }))
 }
 

@@ -268,10 +268,7 @@ async fn the_model_list_is_the_union_of_the_healthy_backends() {
     let none = client
         .ask("GET /v1/models/x HTTP/1.1\r\nhost: r\r\n\r\n")
         .await;
-    assert_eq!(
-        (none.status, none.error_code().as_str()),
-        (404, "model_not_found")
-    );
+    none.refuses(404, "model_not_found");
 }
 
 #[tokio::test]

@@ -162,10 +162,7 @@ async fn a_user_has_so_many_requests() {
     first.send(of("ada")).await;
     eventually("it is under way", || fleet.running() == 1).await;
     let answer = fleet.client().await.ask(of("ada")).await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (429, "too_many_requests_at_once")
-    );
+    answer.refuses(429, "too_many_requests_at_once");
     assert_eq!(fleet.client().await.ask(of("bob")).await.status, 200);
     drop(first);
     fleet.is_idle().await;

@@ -70,10 +70,7 @@ async fn what_nobody_has_is_not_found_unless_an_engine_did_not_answer() {
         .await
         .ask(bare("GET", "/v1/responses/resp_x"))
         .await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (404, "response_not_found")
-    );
+    answer.refuses(404, "response_not_found");
     assert!(answer.body.contains("resp_x"), "{}", answer.body);
     let fleet = Fleet::start(&[&engine, &Engine::dead().await]).await;
     let answer = fleet
@@ -81,10 +78,7 @@ async fn what_nobody_has_is_not_found_unless_an_engine_did_not_answer() {
         .await
         .ask(bare("GET", "/v1/responses/resp_x"))
         .await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (503, "backend_unreachable")
-    );
+    answer.refuses(503, "backend_unreachable");
     let answer = fleet
         .client()
         .await

@@ -130,7 +130,7 @@ async fn what_a_cluster_has_goes_only_by_force() {
     assert_eq!(problem["type"], "/problems/not-empty");
     assert_eq!(
         problem["detail"],
-        "force: set: the cluster is not empty, 3 users and 50 blocks would be gone"
+        "3 users and 50 blocks would be gone; with force the backup replaces them"
     );
     assert_eq!(other.counts(), (1, 3, 50));
     let answer = other.restore("?force=true", file).await;

@@ -2,6 +2,7 @@
 //! state.
 
 mod backups;
+mod gate;
 mod origins;
 mod probes;
 mod reads;
@@ -203,6 +204,11 @@ impl Answer {
 impl Bench {
     /// An initialised cluster without backends.
     fn new() -> Self {
+        Self::guarded(None, false)
+    }
+
+    /// The same behind tokens.
+    fn guarded(tokens: Option<AdminTokens>, is_metrics_public: bool) -> Self {
         let state = RouterState::new();
         let view = state.view();
         let digests = Arc::new(Digests::default());
@@ -237,6 +243,7 @@ impl Bench {
             digests: Arc::clone(&digests),
             outbox: Arc::clone(router.outbox()),
             lifecycle: Lifecycle::default(),
+            is_insecure: false,
         });
         let admin = Arc::new(Admin {
             decisions: Arc::new(decisions),
@@ -256,6 +263,8 @@ impl Bench {
             readiness,
             file: SharedFileSettings::new(file()),
             hosts: vec!["Quorate-1.example".to_owned()],
+            tokens,
+            is_metrics_public,
         });
         admin.readiness.lifecycle.serve();
         let bench = Self {

@@ -134,12 +134,33 @@ async fn a_restart_without_a_quorum_serves_what_was_restored() {
 #[tokio::test]
 async fn metrics_follow_the_text_format_and_tell_the_replica() {
     let bench = Bench::with_backends();
+    let asked = Request::get("/metrics").header("accept", "application/openmetrics-text");
+    let open = bench.send(asked.body(Body::empty()).unwrap()).await;
+    assert_eq!(
+        open.headers["content-type"],
+        "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    );
+    assert!(open.body.ends_with("# EOF\n"));
+    assert!(
+        open.body
+            .contains("# TYPE quorate_state_digest_mismatch counter\n")
+    );
     let answer = bench.call("GET", "/metrics", "").await;
     assert_eq!(
         answer.headers["content-type"],
-        "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        "text/plain; version=0.0.4; charset=utf-8"
     );
-    assert!(answer.body.ends_with("# EOF\n"));
+    assert!(
+        answer
+            .body
+            .contains("# TYPE quorate_state_digest_mismatch_total counter\n")
+    );
+    assert!(!answer.body.contains("# EOF"));
+    let samples_of = |page: &str| {
+        let lines = page.lines().filter(|line| !line.starts_with('#'));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(samples_of(&open.body), samples_of(&answer.body));
     let mut samples = BTreeMap::new();
     text::read(answer.body.as_bytes(), |sample| {
         let labels: Vec<String> = sample

@@ -66,6 +66,7 @@ async fn backends_are_listed_with_all_that_is_known() {
             "labels": {"zone": "a"},
             "kv_events": null,
             "kv_replay": null,
+            "capacity_blocks": 100,
             "capacity": {
                 "blocks": 100,
                 "configured_blocks": 100,
@@ -379,7 +380,7 @@ async fn what_the_data_plane_would_refuse_is_not_explained() {
         (r#"{"path":"/v1/models","body":{}}"#, 405),
         (r#"{"path":"/metrics","body":{"model":"m"}}"#, 404),
         (
-            r#"{"path":"/v1/completions","headers":{"content-encoding":"gzip"},"body":{"model":"m"}}"#,
+            r#"{"path":"/v1/completions","headers":{"content-encoding":"br"},"body":{"model":"m"}}"#,
             415,
         ),
         (

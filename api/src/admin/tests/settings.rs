@@ -164,3 +164,74 @@ async fn config_tells_file_and_cluster_apart() {
     assert_eq!(config["differences"], json!(["routing.policy"]));
     assert_eq!(config["keys"]["admission.order"]["cluster"], "fcfs");
 }
+
+#[tokio::test]
+async fn what_is_read_can_be_written_back_and_changes_nothing() {
+    let bench = Bench::with_backends();
+    let limited = r#"{"weight_milli": 2500, "limits": {"requests": 5, "window": "1m"}}"#;
+    let put = bench.call("PUT", "/admin/v1/users/ada", limited).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    bench
+        .call(
+            "PUT",
+            "/admin/v1/policy?model=own",
+            r#"{"policy":"session"}"#,
+        )
+        .await;
+    let mut resources = 0;
+    for route in ROUTES {
+        let has = |method| route.methods.iter().any(|(listed, _)| *listed == method);
+        if !has("GET") || !has("PUT") {
+            continue;
+        }
+        let queries = match route.path {
+            "/admin/v1/policy" => vec!["", "?model=own", "?model=none"],
+            _ => vec![""],
+        };
+        for query in queries {
+            let path = format!("{}{query}", route.path);
+            let path = path.replace("{id}", "gpu-1").replace("{name}", "ada");
+            assert!(!path.contains('{'), "which one of {path} is there?");
+            let read = bench.get(&path).await;
+            let put = bench.call("PUT", &path, &read.to_string()).await;
+            assert_eq!(put.status, StatusCode::OK, "{path}: {}", put.body);
+            let without_index = |mut answer: Value| {
+                answer["index"] = Value::Null;
+                answer
+            };
+            let again = bench.get(&path).await;
+            assert_eq!(without_index(again), without_index(read), "{path}");
+            resources += 1;
+        }
+    }
+    assert!(resources >= 7, "{resources}");
+}
+
+#[tokio::test]
+async fn what_is_written_back_may_be_edited_and_only_where_it_can_be() {
+    let bench = Bench::with_backends();
+    let mut backend = bench.get("/admin/v1/backends/gpu-1").await;
+    backend["labels"]["zone"] = json!("b");
+    backend["capacity_blocks"] = json!(7);
+    let path = "/admin/v1/backends/gpu-1";
+    let put = bench.call("PUT", path, &backend.to_string()).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    let read = bench.get(path).await;
+    assert_eq!(read["labels"]["zone"], "b");
+    assert_eq!(read["capacity"]["configured_blocks"], 7);
+    assert_eq!(read["incarnation"], backend["incarnation"]);
+    backend["colour"] = json!("red");
+    let call = ("PUT", path, &*backend.to_string());
+    let problem = bench.problem(call, 400, "invalid").await;
+    assert!(
+        problem["detail"].as_str().unwrap().contains("colour"),
+        "{problem}"
+    );
+    let other = r#"{"name": "bob", "weight_milli": 2000}"#;
+    let call = ("PUT", "/admin/v1/users/ada", other);
+    assert_eq!(bench.problem(call, 400, "invalid").await["field"], "name");
+    let around = r#"{"index": 3, "config": {"policy": "cost", "near_permille": "x"}}"#;
+    let call = ("PUT", "/admin/v1/policy", around);
+    let problem = bench.problem(call, 400, "invalid").await;
+    assert_eq!(problem["field"], "near_permille", "{problem}");
+}

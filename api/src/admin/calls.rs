@@ -1,0 +1,87 @@
+//! The last calls of this replica that take more than the right to read, with who made them and from
+//! where.
+//!
+//! Tokens are matters of each replica, and who holds them is nothing to replicate. Each call is a
+//! line in the log too, which is where it is kept for good.
+
+use std::collections::VecDeque;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use http::Uri;
+use serde::Serialize;
+use state::ids::LogIndex;
+
+use super::roles::AdminRole;
+use crate::shown::escaped;
+
+/// Calls that are kept, the newest ones.
+const CALLS_MAX: usize = 1000;
+/// Longest path of a call that is kept, in bytes.
+const PATH_BYTES_MAX: usize = 256;
+/// Target of the log lines about calls.
+const TARGET: &str = "quorate::audit";
+
+/// Log index of a write, beside the answer that tells it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct WriteIndex(pub(super) LogIndex);
+
+/// A call that takes more than the right to read.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct AuditedCall {
+    /// Unix time, in milliseconds.
+    pub(super) at_ms: u64,
+    /// Name of its token; `None`: tokens are not checked here.
+    pub(super) who: Option<Arc<str>>,
+    pub(super) role: Option<AdminRole>,
+    pub(super) from: Option<IpAddr>,
+    pub(super) method: String,
+    /// With its query, shortened.
+    pub(super) path: String,
+    /// Status of the answer.
+    pub(super) status: u16,
+    /// Log index, if it was committed.
+    pub(super) index: Option<LogIndex>,
+}
+
+/// The last calls of this replica.
+#[derive(Debug, Default)]
+pub(super) struct CallLog(Mutex<VecDeque<AuditedCall>>);
+
+impl CallLog {
+    pub(super) fn note(&self, call: AuditedCall) {
+        tracing::info!(
+            target: TARGET,
+            who = call.who.as_deref(),
+            role = call.role.map(AdminRole::name),
+            from = call.from.map(tracing::field::display),
+            method = call.method,
+            path = call.path,
+            status = call.status,
+            log_index = call.index.map(|index| index.0),
+            "admin call"
+        );
+        let mut calls = self.calls();
+        if calls.len() == CALLS_MAX {
+            calls.pop_back();
+        }
+        calls.push_front(call);
+    }
+
+    /// All that are kept, the newest first.
+    pub(super) fn newest(&self) -> Vec<AuditedCall> {
+        self.calls().iter().cloned().collect()
+    }
+
+    fn calls(&self) -> MutexGuard<'_, VecDeque<AuditedCall>> {
+        // Every change leaves it well formed.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What a call asked for, for people.
+pub(super) fn shown_path(uri: &Uri) -> String {
+    let target = uri.path_and_query().map_or("", |target| target.as_str());
+    let shown = &target[..target.floor_char_boundary(PATH_BYTES_MAX)];
+    escaped(shown).into_owned()
+}

@@ -1,0 +1,123 @@
+//! Wrong tokens per source: who sends many is slowed, in bounded memory.
+//!
+//! A source has a store of tries that refills over time. Only wrong tokens take from it, so holders
+//! of right ones notice nothing, unless somebody guesses from their own address.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Wrong tokens that a source may send at once.
+const TRIES_MAX: u32 = 10;
+/// Time after which it may send one more.
+const REFILL: Duration = Duration::from_secs(1);
+/// Most sources that are told apart; all others count as one.
+const SOURCES_MAX: usize = 4096;
+
+/// The wrong tokens of late.
+#[derive(Debug, Default)]
+pub(super) struct FailedTries(Mutex<SourceTable>);
+
+#[derive(Debug, Default)]
+struct SourceTable {
+    /// When each source will have all its tries again.
+    full_at: BTreeMap<IpAddr, Instant>,
+    /// The same of all sources that have no place in the table.
+    others_full_at: Option<Instant>,
+}
+
+impl FailedTries {
+    /// Whether a token of this source is looked at.
+    ///
+    /// # Errors
+    /// How long it has to wait.
+    pub(super) fn may_try(&self, source: IpAddr) -> Result<(), Duration> {
+        let (table, now) = (self.table(), Instant::now());
+        let full_at = match table.full_at.get(&source) {
+            Some(full_at) => Some(*full_at),
+            None if table.is_full() => table.others_full_at,
+            None => None,
+        };
+        let missing = full_at.map_or(Duration::ZERO, |at| at.saturating_duration_since(now));
+        match missing.checked_sub(REFILL * (TRIES_MAX - 1)) {
+            Some(wait) if !wait.is_zero() => Err(wait),
+            _ => Ok(()),
+        }
+    }
+
+    /// A token of this source was wrong.
+    pub(super) fn failed(&self, source: IpAddr) {
+        let (mut table, now) = (self.table(), Instant::now());
+        if !table.full_at.contains_key(&source) && table.is_full() {
+            table.full_at.retain(|_, full_at| *full_at > now);
+        }
+        let later = |full_at: Option<Instant>| full_at.map_or(now, |at| at.max(now)) + REFILL;
+        if table.full_at.contains_key(&source) || !table.is_full() {
+            let full_at = later(table.full_at.get(&source).copied());
+            table.full_at.insert(source, full_at);
+        } else {
+            table.others_full_at = Some(later(table.others_full_at));
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, SourceTable> {
+        // Every change leaves it well formed.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl SourceTable {
+    fn is_full(&self) -> bool {
+        self.full_at.len() >= SOURCES_MAX
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    fn source(number: u32) -> IpAddr {
+        Ipv4Addr::from(number).into()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_source_is_slowed_and_others_are_not() {
+        let tries = FailedTries::default();
+        for _ in 0..TRIES_MAX {
+            assert_eq!(tries.may_try(source(1)), Ok(()));
+            tries.failed(source(1));
+        }
+        assert_eq!(tries.may_try(source(1)), Err(REFILL));
+        assert_eq!(tries.may_try(source(2)), Ok(()));
+        tokio::time::advance(REFILL).await;
+        assert_eq!(tries.may_try(source(1)), Ok(()));
+        tries.failed(source(1));
+        assert_eq!(tries.may_try(source(1)), Err(REFILL));
+        tokio::time::advance(REFILL * TRIES_MAX).await;
+        for _ in 0..TRIES_MAX {
+            assert_eq!(tries.may_try(source(1)), Ok(()));
+            tries.failed(source(1));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn many_sources_take_bounded_memory_and_gain_nothing() {
+        let tries = FailedTries::default();
+        let all = u32::try_from(SOURCES_MAX).unwrap() + TRIES_MAX;
+        for number in 0..all {
+            tries.failed(source(number));
+        }
+        assert_eq!(tries.table().full_at.len(), SOURCES_MAX);
+        assert!(tries.may_try(source(all)).is_err(), "who has no place");
+        assert_eq!(tries.may_try(source(0)), Ok(()));
+        tokio::time::advance(REFILL * TRIES_MAX).await;
+        tries.failed(source(all));
+        assert_eq!(tries.table().full_at.len(), 1);
+        assert_eq!(tries.may_try(source(all)), Ok(()));
+    }
+}

@@ -1,0 +1,83 @@
+//! Bodies of `PUT` that are what `GET` answered: whoever reads, edits and writes back need not know
+//! which parts of an answer can be written. What cannot is ignored.
+
+use axum::extract::{FromRequest, Request};
+use bytes::Bytes;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::answer::{JSON, decode, read_body};
+use super::origin::typed;
+use crate::error::Problem;
+
+/// Fields of an answer around settings.
+const AROUND: [&str; 3] = ["index", "is_set", "is_of_model"];
+
+/// Settings in a body.
+pub(super) struct WrittenSettings {
+    /// The settings alone.
+    pub(super) config: Bytes,
+    /// Whether they were read where nobody had set them, so that writing the same changes nothing.
+    pub(super) is_read_as_unset: bool,
+}
+
+impl WrittenSettings {
+    /// Finds the settings in a body: all of it, or `config` if it has the form of an answer.
+    pub(super) fn of(body: Bytes) -> Self {
+        let document: Option<Map<String, Value>> = serde_json::from_slice(&body).ok();
+        let is_answer = |document: &Map<String, Value>| {
+            let is_around = |name: &String| name == "config" || AROUND.contains(&name.as_str());
+            document.get("config").is_some_and(Value::is_object) && document.keys().all(is_around)
+        };
+        match document.filter(is_answer) {
+            Some(document) => Self {
+                config: document["config"].to_string().into(),
+                is_read_as_unset: ["is_set", "is_of_model"]
+                    .iter()
+                    .any(|name| document.get(*name) == Some(&Value::Bool(false))),
+            },
+            None => Self {
+                config: body,
+                is_read_as_unset: false,
+            },
+        }
+    }
+}
+
+impl<S: Sync> FromRequest<S> for WrittenSettings {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
+        typed(request.headers(), JSON)?;
+        Ok(Self::of(read_body(request.into_body()).await?))
+    }
+}
+
+/// A document whose answer has fields that are only shown.
+pub(super) trait ReadBack: DeserializeOwned {
+    /// Names of the fields that are only shown.
+    const SHOWN: &'static [&'static str];
+}
+
+/// A body that may have the fields of an answer.
+pub(super) struct ReadBackJson<T>(pub(super) T);
+
+impl<T: ReadBack, S: Sync> FromRequest<S> for ReadBackJson<T> {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
+        typed(request.headers(), JSON)?;
+        let body = read_body(request.into_body()).await?;
+        let document: Option<Map<String, Value>> = serde_json::from_slice(&body).ok();
+        let is_shown = |name: &String| T::SHOWN.contains(&name.as_str());
+        match document.filter(|document| document.keys().any(is_shown)) {
+            None => Ok(Self(decode(&body)?)),
+            Some(mut document) => {
+                document.retain(|name, _| !is_shown(name));
+                Ok(Self(decode(
+                    Value::Object(document).to_string().as_bytes(),
+                )?))
+            }
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Who may call what: roles of operators, and what a route asks for.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::Serialize;
+
+/// What the holder of a token may do; each role may do what those before it may.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AdminRole {
+    /// Reads.
+    Viewer,
+    /// Changes what is routed where: backends, users, policy, admission, leadership, snapshots.
+    Operator,
+    /// Changes who is in the cluster, and takes out or replaces its whole state.
+    Admin,
+}
+
+/// Text that names no role.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("expected viewer, operator or admin")]
+pub struct AdminRoleError;
+
+impl AdminRole {
+    /// All roles, the weakest first.
+    pub const ALL: [Self; 3] = [Self::Viewer, Self::Operator, Self::Admin];
+
+    /// Its name in a tokens file.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Viewer => "viewer",
+            Self::Operator => "operator",
+            Self::Admin => "admin",
+        }
+    }
+}
+
+impl fmt::Display for AdminRole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for AdminRole {
+    type Err = AdminRoleError;
+
+    fn from_str(text: &str) -> Result<Self, AdminRoleError> {
+        let mut all = Self::ALL.into_iter();
+        all.find(|role| role.name() == text).ok_or(AdminRoleError)
+    }
+}
+
+/// What a call of a route needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Permission {
+    /// Nothing: orchestrators ask, and the answer is harmless.
+    Open,
+    /// The role `viewer`, unless the config opens `/metrics`.
+    Scrape,
+    /// A token with this role or a stronger one.
+    Role(AdminRole),
+}
+
+impl Permission {
+    /// The weakest role that has it.
+    pub(super) fn role(self) -> AdminRole {
+        match self {
+            Self::Open | Self::Scrape => AdminRole::Viewer,
+            Self::Role(role) => role,
+        }
+    }
+
+    /// Whether calls are audited: what takes more than the right to read.
+    pub(super) fn is_audited(self) -> bool {
+        self.role() > AdminRole::Viewer
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn roles_have_names_and_an_order() {
+        for role in AdminRole::ALL {
+            assert_eq!(role.to_string().parse(), Ok(role));
+        }
+        assert!(AdminRole::ALL.is_sorted());
+        assert_eq!("root".parse::<AdminRole>(), Err(AdminRoleError));
+    }
+}

@@ -1,0 +1,342 @@
+//! Tokens, roles and the audit.
+
+use std::net::{IpAddr, SocketAddr};
+
+use expect_test::expect;
+
+use super::super::gate::CallerAddress;
+use super::super::roles::Permission;
+use super::super::tokens::TokenEntry;
+use super::*;
+
+/// A token of each role, in their order.
+struct Tokens {
+    secrets: Vec<String>,
+    set: AdminTokens,
+}
+
+impl Tokens {
+    fn new() -> Self {
+        let mut lines = String::new();
+        let drawn = AdminRole::ALL.map(|role| NewToken::draw(&format!("a-{role}"), role).unwrap());
+        let secrets = drawn.map(|token| {
+            lines.push_str(&token.line);
+            lines.push('\n');
+            token.secret
+        });
+        let set = AdminTokens::default();
+        set.replace(read_tokens(&lines).unwrap());
+        Self {
+            secrets: secrets.into(),
+            set,
+        }
+    }
+
+    fn of(&self, role: AdminRole) -> String {
+        let nth = AdminRole::ALL.iter().position(|it| *it == role).unwrap();
+        format!("Bearer {}", self.secrets[nth])
+    }
+
+    fn bench(&self) -> Bench {
+        let bench = Bench::guarded(Some(self.set.clone()), false);
+        bench.apply(Command::PutBackend(spec("gpu-1")));
+        bench
+    }
+}
+
+fn call_of(
+    (method, path): (&str, &str),
+    authorization: Option<&str>,
+    from: Option<SocketAddr>,
+) -> Request<Body> {
+    let request = Request::builder().method(method).uri(path);
+    let mut request = request.header("content-type", "application/json");
+    if let Some(authorization) = authorization {
+        request = request.header("authorization", authorization);
+    }
+    let mut request = request.body(Body::empty()).unwrap();
+    if let Some(from) = from {
+        request.extensions_mut().insert(CallerAddress(from));
+    }
+    request
+}
+
+impl Bench {
+    /// The status of a call, whose answer may have no end.
+    async fn status_for(&self, asked: (&str, &str), authorization: Option<&str>) -> u16 {
+        let request = call_of(asked, authorization, None);
+        let response = self.api.clone().oneshot(request).await.unwrap();
+        response.status().as_u16()
+    }
+}
+
+/// A path of the table with values in the place of its variables.
+fn path_of(route: &str) -> String {
+    let path = route.replace("{id}", "7").replace("{name}", "ada");
+    path.replace("{hash}", "00000000000000a2")
+        .replace("{request_id}", "r")
+}
+
+#[test]
+fn every_route_asks_for_a_role() {
+    let mut listing = String::new();
+    for route in ROUTES {
+        for (method, permission) in route.methods {
+            let needed = match permission {
+                Permission::Open => "-",
+                Permission::Scrape => "viewer, or admin.metrics_public",
+                Permission::Role(role) => role.name(),
+            };
+            listing.push_str(&format!("{method} {}: {needed}\n", route.path));
+        }
+    }
+    // Who adds a route decides here who may call it.
+    expect![[r#"
+        GET /: viewer
+        GET /livez: -
+        GET /readyz: -
+        GET /metrics: viewer, or admin.metrics_public
+        GET /admin/v1/cluster: viewer
+        POST /admin/v1/cluster/members: admin
+        DELETE /admin/v1/cluster/members/{id}: admin
+        POST /admin/v1/cluster/members/{id}/promote: admin
+        POST /admin/v1/cluster/transfer-leader: operator
+        POST /admin/v1/cluster/snapshot: operator
+        GET /admin/v1/cluster/backup: admin
+        POST /admin/v1/cluster/restore: admin
+        GET /admin/v1/digest: viewer
+        GET /admin/v1/backends: viewer
+        GET /admin/v1/backends/{id}: viewer
+        PUT /admin/v1/backends/{id}: operator
+        DELETE /admin/v1/backends/{id}: operator
+        POST /admin/v1/backends/{id}/drain: operator
+        POST /admin/v1/backends/{id}/undrain: operator
+        GET /admin/v1/users: viewer
+        GET /admin/v1/users/{name}: viewer
+        PUT /admin/v1/users/{name}: operator
+        DELETE /admin/v1/users/{name}: operator
+        POST /admin/v1/users/{name}/forgive: operator
+        GET /admin/v1/ownership: viewer
+        GET /admin/v1/blocks/{hash}: viewer
+        POST /admin/v1/explain: viewer
+        GET /admin/v1/decisions: viewer
+        GET /admin/v1/decisions/{request_id}: viewer
+        GET /admin/v1/policy: viewer
+        PUT /admin/v1/policy: operator
+        DELETE /admin/v1/policy: operator
+        GET /admin/v1/routing: viewer
+        PUT /admin/v1/routing: operator
+        GET /admin/v1/config: viewer
+        GET /admin/v1/bins: viewer
+        GET /admin/v1/admission: viewer
+        PUT /admin/v1/admission: operator
+        GET /admin/v1/audit: viewer
+        GET /admin/v1/events: viewer
+    "#]]
+    .assert_eq(&listing);
+}
+
+#[tokio::test]
+async fn the_table_lists_every_method_that_a_path_takes() {
+    let tokens = Tokens::new();
+    let bench = tokens.bench();
+    let admin = tokens.of(AdminRole::Admin);
+    for route in ROUTES {
+        for method in ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"] {
+            let like = if method == "HEAD" { "GET" } else { method };
+            let is_listed = route.methods.iter().any(|(listed, _)| *listed == like);
+            let path = path_of(route.path);
+            let is_taken = bench.status_for((method, &path), Some(&admin)).await != 405;
+            assert_eq!(is_taken, is_listed, "{method} {}", route.path);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_route_takes_the_roles_of_the_table_and_no_weaker_ones() {
+    let tokens = Tokens::new();
+    let bench = tokens.bench();
+    for route in ROUTES {
+        for (method, permission) in route.methods {
+            let path = path_of(route.path);
+            let asked = (*method, path.as_str());
+            let is_open = *permission == Permission::Open;
+            for wrong in [
+                None,
+                Some("Bearer wrong"),
+                Some("Basic YTpi"),
+                Some("Bearer "),
+            ] {
+                let status = bench.status_for(asked, wrong).await;
+                assert_eq!(status != 401, is_open, "{asked:?} {wrong:?} {status}");
+                // Nobody is slowed.
+                tokio::time::advance(std::time::Duration::from_secs(60)).await;
+            }
+            for role in AdminRole::ALL {
+                let status = bench.status_for(asked, Some(&tokens.of(role))).await;
+                let may = role >= permission.role();
+                assert_eq!(status != 403, may, "{asked:?} {role} {status}");
+                assert_ne!(status, 401, "{asked:?} {role}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_refusal_tells_no_more_than_it_has_to() {
+    let tokens = Tokens::new();
+    let bench = tokens.bench();
+    let mut told = Vec::new();
+    for authorization in [None, Some("Bearer wrong")] {
+        for path in [
+            "/admin/v1/users",
+            "/admin/v1/nothing",
+            "/admin/v1/backends/none",
+        ] {
+            let answer = bench
+                .send(call_of(("GET", path), authorization, None))
+                .await;
+            assert_eq!(answer.headers["www-authenticate"], "Bearer");
+            told.push((answer.status, answer.body));
+        }
+    }
+    let expected = r#"{"type":"/problems/unauthorized","title":"unauthorized","status":401}"#;
+    for (status, body) in told {
+        assert_eq!((status.as_u16(), body.as_str()), (401, expected));
+    }
+    let viewer = tokens.of(AdminRole::Viewer);
+    let asked = ("POST", "/admin/v1/backends/gpu-1/drain");
+    let answer = bench.send(call_of(asked, Some(&viewer), None)).await;
+    assert_eq!(answer.status, 403);
+    assert_eq!(answer.json()["needed_role"], "operator");
+    let unknown = ("GET", "/admin/v1/nothing");
+    assert_eq!(bench.status_for(unknown, Some(&viewer)).await, 404);
+}
+
+#[tokio::test]
+async fn metrics_can_be_public() {
+    let tokens = Tokens::new();
+    let bench = Bench::guarded(Some(tokens.set.clone()), true);
+    assert_eq!(bench.status_for(("GET", "/metrics"), None).await, 200);
+    assert_eq!(
+        bench.status_for(("GET", "/admin/v1/users"), None).await,
+        401
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn guesses_are_slowed_by_source() {
+    let tokens = Tokens::new();
+    let bench = tokens.bench();
+    let asked = ("GET", "/admin/v1/policy");
+    let status = async |authorization: &str, from: &str| {
+        let from = SocketAddr::new(from.parse::<IpAddr>().unwrap(), 1);
+        let request = call_of(asked, Some(authorization), Some(from));
+        bench.send(request).await
+    };
+    let viewer = tokens.of(AdminRole::Viewer);
+    for _ in 0..10 {
+        assert_eq!(status("Bearer guess", "2001:db8::1").await.status, 401);
+    }
+    let slowed = status("Bearer guess", "2001:db8::2").await;
+    assert_eq!(slowed.status, 429, "the same network");
+    assert_eq!(slowed.headers["retry-after"], "2");
+    assert_eq!(status(&viewer, "2001:db8::1").await.status, 429);
+    assert_eq!(status(&viewer, "10.0.0.1").await.status, 200);
+    tokio::time::advance(std::time::Duration::from_secs(2)).await;
+    assert_eq!(status(&viewer, "2001:db8::1").await.status, 200);
+    // Right ones take nothing.
+    for _ in 0..20 {
+        assert_eq!(status(&viewer, "10.0.0.2").await.status, 200);
+    }
+    let page = bench
+        .send(call_of(("GET", "/metrics"), Some(&viewer), None))
+        .await
+        .body;
+    assert!(
+        page.contains("quorate_admin_refused_total{reason=\"token\"} 10\n"),
+        "{page}"
+    );
+    assert!(
+        page.contains("quorate_admin_refused_total{reason=\"slowed\"} 2\n"),
+        "{page}"
+    );
+}
+
+#[tokio::test]
+async fn tokens_change_while_calls_are_answered() {
+    let tokens = Tokens::new();
+    let bench = tokens.bench();
+    let viewer = tokens.of(AdminRole::Viewer);
+    let asked = ("GET", "/admin/v1/policy");
+    assert_eq!(bench.status_for(asked, Some(&viewer)).await, 200);
+    let other: Vec<TokenEntry> =
+        read_tokens(&NewToken::draw("b", AdminRole::Admin).unwrap().line).unwrap();
+    tokens.set.replace(other);
+    assert_eq!(bench.status_for(asked, Some(&viewer)).await, 401);
+}
+
+#[tokio::test]
+async fn writes_are_audited_with_who_and_from_where() {
+    let tokens = Tokens::new();
+    let bench = tokens.bench();
+    let from = SocketAddr::from(([10, 0, 0, 9], 1234));
+    let operator = tokens.of(AdminRole::Operator);
+    let drain = ("POST", "/admin/v1/backends/gpu-1/drain");
+    let answer = bench
+        .send(call_of(drain, Some(&operator), Some(from)))
+        .await;
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    let index = answer.json()["index"].clone();
+    let viewer = tokens.of(AdminRole::Viewer);
+    let refused = ("DELETE", "/admin/v1/users/ada?x=1");
+    bench
+        .send(call_of(refused, Some(&viewer), Some(from)))
+        .await;
+    // Strangers and reads leave nothing.
+    bench.send(call_of(drain, None, Some(from))).await;
+    bench
+        .send(call_of(drain, Some("Bearer x"), Some(from)))
+        .await;
+    let read = ("GET", "/admin/v1/audit");
+    let audit = bench
+        .send(call_of(read, Some(&viewer), Some(from)))
+        .await
+        .json();
+    let mut calls = audit["calls"].as_array().unwrap().clone();
+    for call in &mut calls {
+        let at_ms = call.as_object_mut().unwrap().remove("at_ms");
+        assert!(at_ms.unwrap().as_u64().unwrap() > 0);
+    }
+    let expected = [
+        json!({
+            "who": "a-viewer", "role": "viewer", "from": "10.0.0.9", "method": "DELETE",
+            "path": "/admin/v1/users/ada?x=1", "status": 403, "index": null
+        }),
+        json!({
+            "who": "a-operator", "role": "operator", "from": "10.0.0.9", "method": "POST",
+            "path": "/admin/v1/backends/gpu-1/drain", "status": 200, "index": index
+        }),
+    ];
+    assert_eq!(calls, expected);
+    let write = &audit["writes"][0];
+    assert_eq!(write["action"], "drain");
+    assert_eq!(write["index"], index);
+    assert_eq!([&write["who"], &write["from"]], ["a-operator", "10.0.0.9"]);
+    // Before there were tokens, or through another replica.
+    assert_eq!(audit["writes"][1].get("who"), None);
+}
+
+#[tokio::test]
+async fn the_audit_is_bounded() {
+    let bench = Bench::new();
+    for _ in 0..1100 {
+        bench
+            .status_for(("POST", "/admin/v1/users/ada/forgive"), None)
+            .await;
+    }
+    let audit = bench.get("/admin/v1/audit?limit=1000").await;
+    let calls = audit["calls"].as_array().unwrap();
+    assert_eq!(calls.len(), 1000);
+    assert_eq!(calls[0]["who"], Value::Null);
+}

@@ -1,0 +1,63 @@
+//! The body of a request to an engine: what a client sent, with what is put between.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+
+/// Maximum number of buffers in a [`Segments`] body.
+const SEGMENTS_MAX: usize = 3;
+
+/// A request body of up to three buffers, sent one after another without joining them.
+#[derive(Debug, Clone, Default)]
+pub struct Segments {
+    parts: [Bytes; SEGMENTS_MAX],
+}
+
+impl Segments {
+    /// Creates a body of `parts`, in order. Empty ones are skipped.
+    #[must_use]
+    pub fn new(parts: [Bytes; SEGMENTS_MAX]) -> Self {
+        Self { parts }
+    }
+
+    /// Returns the length in bytes.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.parts.iter().map(|part| part.len() as u64).sum()
+    }
+
+    /// Whether nothing is left to send.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.parts.iter().all(Bytes::is_empty)
+    }
+}
+
+impl From<Bytes> for Segments {
+    fn from(body: Bytes) -> Self {
+        Self::new([body, Bytes::new(), Bytes::new()])
+    }
+}
+
+impl Body for Segments {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let part = self.parts.iter_mut().find(|part| !part.is_empty());
+        Poll::Ready(part.map(|part| Ok(Frame::data(std::mem::take(part)))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_empty()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.len())
+    }
+}

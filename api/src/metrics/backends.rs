@@ -1,0 +1,297 @@
+//! The area `backend`: health, load, cache and KV events of each registered backend.
+
+use std::fmt;
+
+use state::Backend;
+use state::exact::KvMode;
+use state::service::{BackendServiceView, CapacitySource, LearntPrices};
+use tokio::time::Instant;
+
+use super::{MetricsPage, ScrapedReplica};
+use crate::backends::ProbeRecord;
+use crate::kv_events::board::BackendStreams;
+use crate::kv_events::stream::StreamCounts;
+
+impl ScrapedReplica {
+    pub(super) fn backends(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
+        let (registry, now) = (self.view.registry(), Instant::now());
+        let rows: Vec<BackendRow<'_>> = registry
+            .backends
+            .iter()
+            .map(|backend| BackendRow {
+                backend,
+                record: self
+                    .backends
+                    .record(backend.handle.slot)
+                    .unwrap_or_default(),
+                served: self.view.service().get(backend.handle.slot).copied(),
+                is_circuit_open: self.backends.circuit(backend.handle, now).is_open,
+                here: self.load.here(backend.handle).running,
+                cluster: self.load.cluster(backend.handle, now).running,
+            })
+            .collect();
+        page.gauges(
+            "quorate_backend_prediction_error_ratio",
+            "Recent prediction error of all replicas: (predicted - cached) / prompt tokens",
+            "backend",
+            rows.iter().filter_map(|row| {
+                let permille = row.served?.accuracy?.error_permille;
+                Some((row.id(), f64::from(permille) / 1000.0))
+            }),
+        )?;
+        for (name, help, value) in BACKEND_GAUGES {
+            let of_rows = rows.iter().filter_map(|row| Some((row.id(), value(row)?)));
+            page.gauges(name, help, "backend", of_rows)?;
+        }
+        page.gauges(
+            "quorate_backend_engine_kv_usage_ratio",
+            "KV cache usage reported by the engine",
+            "backend",
+            rows.iter().filter_map(|row| {
+                let permille = row.record.metrics.kv_usage_permille?;
+                Some((row.id(), f64::from(permille) / 1000.0))
+            }),
+        )?;
+        for (name, help, nanoseconds) in BACKEND_PRICES {
+            let of_rows = rows.iter().filter_map(|row| {
+                let nanoseconds = nanoseconds(&row.served?.learnt?);
+                Some((row.id(), f64::from(nanoseconds) / 1e9))
+            });
+            page.gauges(name, help, "backend", of_rows)?;
+        }
+        self.kv_events(page)?;
+        page.counters(
+            "quorate_backend_probes",
+            "Health probes",
+            "backend",
+            rows.iter().map(|row| (row.id(), row.record.probes_total)),
+        )?;
+        page.counters(
+            "quorate_backend_failures",
+            "Failed probes, and requests that could not reach the backend",
+            "backend",
+            rows.iter().map(|row| (row.id(), row.record.failures_total)),
+        )
+    }
+}
+
+impl ScrapedReplica {
+    /// Writes the condition of the backends' ownership and the streams that this replica reads.
+    fn kv_events(&self, page: &mut MetricsPage<'_>) -> fmt::Result {
+        let registry = self.view.registry();
+        let modes = registry.backends.iter().filter_map(|backend| {
+            let condition = registry.kv(backend.handle.slot)?;
+            Some((backend.spec.id.clone(), condition.mode))
+        });
+        let modes: Vec<(String, KvMode)> = modes.collect();
+        for (name, help, mode) in [
+            (
+                "quorate_backend_kv_exact",
+                "1 while block ownership is exactly what KV events say",
+                KvMode::Exact,
+            ),
+            (
+                "quorate_backend_kv_degraded",
+                "1 while what KV events told may be out of date",
+                KvMode::Degraded,
+            ),
+        ] {
+            let of_modes = modes
+                .iter()
+                .map(|(id, it)| (id.clone(), i64::from(*it == mode)));
+            page.gauges(name, help, "backend", of_modes)?;
+        }
+        let read: Vec<(String, BackendStreams)> = registry
+            .backends
+            .iter()
+            .filter_map(|backend| {
+                let standing = self.kv_board.standing(backend.handle.slot)?;
+                Some((backend.spec.id.clone(), standing))
+            })
+            .collect();
+        page.gauges(
+            "quorate_backend_kv_reading",
+            "1 while this replica reads the backend's KV events and is connected to all ranks",
+            "backend",
+            read.iter().map(|(id, it)| {
+                let is_connected =
+                    !it.ranks.is_empty() && it.ranks.iter().all(|it| it.is_connected);
+                (id.clone(), i64::from(is_connected))
+            }),
+        )?;
+        page.gauges(
+            "quorate_backend_kv_lag_messages",
+            "KV event messages received but not applied",
+            "backend",
+            read.iter().map(|(id, it)| {
+                (
+                    id.clone(),
+                    it.ranks.iter().map(|rank| rank.lag_messages).sum::<u64>(),
+                )
+            }),
+        )?;
+        for (name, help, count) in KV_COUNTERS {
+            let of_read = read.iter().map(|(id, it)| {
+                (
+                    id.clone(),
+                    it.ranks.iter().map(|rank| count(&rank.counts)).sum::<u64>(),
+                )
+            });
+            page.counters(name, help, "backend", of_read)?;
+        }
+        Ok(())
+    }
+}
+
+/// Name, help and value of a counter of the streams that this replica reads.
+type KvCounter = (&'static str, &'static str, fn(&StreamCounts) -> u64);
+
+const KV_COUNTERS: [KvCounter; 7] = [
+    (
+        "quorate_backend_kv_messages",
+        "KV event messages passed to the log",
+        |it| it.messages,
+    ),
+    (
+        "quorate_backend_kv_stored_blocks",
+        "Blocks reported stored",
+        |it| it.stored,
+    ),
+    (
+        "quorate_backend_kv_removed_blocks",
+        "Blocks reported removed",
+        |it| it.removed,
+    ),
+    (
+        "quorate_backend_kv_gaps",
+        "Gaps found in the message sequence",
+        |it| it.gaps,
+    ),
+    (
+        "quorate_backend_kv_losses",
+        "Gaps that could not be replayed",
+        |it| it.losses,
+    ),
+    ("quorate_backend_kv_runs", "Engine restarts seen", |it| {
+        it.runs
+    }),
+    (
+        "quorate_backend_kv_unusable_blocks",
+        "Blocks that cannot be matched to prompts",
+        |it| it.foreign + it.orphans,
+    ),
+];
+
+/// Values of one backend for a scrape.
+struct BackendRow<'a> {
+    backend: &'a Backend,
+    record: ProbeRecord,
+    served: Option<BackendServiceView>,
+    is_circuit_open: bool,
+    /// Requests in flight from this replica.
+    here: u32,
+    /// Requests in flight from all connected replicas.
+    cluster: u32,
+}
+
+impl BackendRow<'_> {
+    fn id(&self) -> String {
+        self.backend.spec.id.clone()
+    }
+}
+
+/// Name, help and value, in nanoseconds, of a learned price.
+type BackendPrice = (&'static str, &'static str, fn(&LearntPrices) -> u32);
+
+const BACKEND_PRICES: [BackendPrice; 2] = [
+    (
+        "quorate_backend_prefill_seconds_per_token",
+        "Learned time that each uncached prompt token adds to a first token",
+        |prices| prices.prefill_ns_per_token,
+    ),
+    (
+        "quorate_backend_decode_seconds_per_request",
+        "Learned time that each running request adds to a first token",
+        |prices| prices.decode_ns_per_request,
+    ),
+];
+
+/// Name, help and value of a gauge. Backends without a value are left out.
+type BackendGauge = (
+    &'static str,
+    &'static str,
+    fn(&BackendRow<'_>) -> Option<u64>,
+);
+
+const BACKEND_GAUGES: [BackendGauge; 14] = [
+    (
+        "quorate_backend_healthy",
+        "1 while the backend is healthy, as seen by this replica",
+        |row| Some(row.record.is_healthy.into()),
+    ),
+    (
+        "quorate_backend_draining",
+        "1 while the backend drains",
+        |row| Some(row.backend.draining.into()),
+    ),
+    (
+        "quorate_backend_engine_running",
+        "Requests running, as reported by the engine",
+        |row| row.record.metrics.running.map(u64::from),
+    ),
+    (
+        "quorate_backend_engine_waiting",
+        "Requests queued, as reported by the engine",
+        |row| row.record.metrics.waiting.map(u64::from),
+    ),
+    (
+        "quorate_backend_capacity_blocks",
+        "Capacity of the backend's cache in blocks",
+        |row| row.served?.capacity_blocks.map(u64::from),
+    ),
+    (
+        "quorate_backend_block_size_tokens",
+        "Tokens per block of the engine's cache, as it reports them",
+        |row| row.record.metrics.block_size.map(u64::from),
+    ),
+    (
+        "quorate_backend_block_size_unfit",
+        "1 while the engine's blocks cannot be told in the blocks of its model",
+        |row| Some(row.record.unfit_block_size.is_some().into()),
+    ),
+    (
+        "quorate_backend_capacity_assumed",
+        "1 while neither the operator nor the engine says how large the cache is",
+        |row| Some((row.served?.capacity_from == CapacitySource::Assumed).into()),
+    ),
+    (
+        "quorate_backend_in_flight_here",
+        "Requests in flight from this replica",
+        |row| Some(row.here.into()),
+    ),
+    (
+        "quorate_backend_in_flight_cluster",
+        "Requests in flight from all connected replicas",
+        |row| Some(row.cluster.into()),
+    ),
+    (
+        "quorate_backend_circuit_open",
+        "1 while the circuit breaker is open, as seen by this replica",
+        |row| Some(row.is_circuit_open.into()),
+    ),
+    (
+        "quorate_backend_limit_requests",
+        "Concurrency limit of the backend, if it has one",
+        |row| row.served?.limit.map(u64::from),
+    ),
+    (
+        "quorate_backend_prediction_off",
+        "1 while cache predictions are off by more than routing.prediction_off_permille",
+        |row| Some(row.served?.accuracy?.is_off.into()),
+    ),
+    (
+        "quorate_backend_capacity_correction_permille",
+        "Correction applied to the cache capacity the engine reports, in thousandths",
+        |row| Some(row.served?.accuracy?.correction_permille.into()),
+    ),
+];

@@ -1,0 +1,171 @@
+//! Whom a replica trusts where it connects to others, and what it shows them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rustls::client::Resumption;
+use rustls::client::danger::ServerCertVerifier as _;
+use rustls::pki_types::{ServerName, UnixTime};
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::sign::{CertifiedKey, SingleCertAndKey};
+use rustls::version::TLS13;
+use rustls::{
+    CertificateError, ClientConfig, RootCertStore, ServerConfig, client::WebPkiServerVerifier,
+};
+
+use super::certificates::{CertificateSource, LoadedConfig};
+use super::error::TlsSetupError;
+use super::files::{CertificateFiles, NamedFile};
+use super::provider;
+
+/// The files of a client of servers with names.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ClientFiles {
+    /// Authorities that are trusted beside those of the system.
+    pub authorities: Option<NamedFile>,
+    /// What it shows to servers that ask.
+    pub certificate: Option<CertificateFiles>,
+    /// The protocols that are spoken inside, the preferred one first.
+    pub protocols: &'static [&'static [u8]],
+}
+
+impl CertificateSource for ClientFiles {
+    type Config = ClientConfig;
+
+    fn paths(&self) -> Vec<PathBuf> {
+        let mut paths = Vec::new();
+        paths.extend(self.authorities.iter().map(|file| file.path.clone()));
+        paths.extend(self.certificate.iter().flat_map(CertificateFiles::paths));
+        paths
+    }
+
+    fn load(&self) -> Result<LoadedConfig<ClientConfig>, TlsSetupError> {
+        let mut roots = match &self.authorities {
+            None => RootCertStore::empty(),
+            Some(file) => file.authorities()?,
+        };
+        // A host may have none, and some of a host may be none that is understood.
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        let builder = ClientConfig::builder_with_provider(provider());
+        let builder = builder
+            .with_safe_default_protocol_versions()
+            .expect("the provider has suites of both versions")
+            .with_root_certificates(roots);
+        let (mut config, certificate) = match &self.certificate {
+            None => (builder.with_no_client_auth(), None),
+            Some(files) => {
+                let (certificate, facts) = files.load()?;
+                let resolver = Arc::new(SingleCertAndKey::from(certificate));
+                (builder.with_client_cert_resolver(resolver), Some(facts))
+            }
+        };
+        config.alpn_protocols = self.protocols.iter().map(|name| name.to_vec()).collect();
+        Ok(LoadedConfig {
+            config: Arc::new(config),
+            certificate,
+        })
+    }
+}
+
+/// The files of a replica among its peers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerFiles {
+    /// What it shows.
+    pub certificate: CertificateFiles,
+    /// The authorities of the cluster's replicas; two while one follows the other.
+    pub authorities: NamedFile,
+    /// Names that its certificate must have, or peers would refuse it.
+    pub names: [String; 2],
+}
+
+/// Both sides of connections between replicas.
+pub struct PeerConfigs {
+    /// Where peers connect to this replica.
+    pub server: Arc<ServerConfig>,
+    /// Where it connects to peers.
+    pub client: Arc<ClientConfig>,
+}
+
+impl CertificateSource for PeerFiles {
+    type Config = PeerConfigs;
+
+    fn paths(&self) -> Vec<PathBuf> {
+        let mut paths = self.certificate.paths().to_vec();
+        paths.push(self.authorities.path.clone());
+        paths
+    }
+
+    fn load(&self) -> Result<LoadedConfig<PeerConfigs>, TlsSetupError> {
+        let (certificate, facts) = self.certificate.load()?;
+        let roots = Arc::new(self.authorities.authorities()?);
+        self.check(&certificate, &roots)?;
+        let resolver = Arc::new(SingleCertAndKey::from(certificate));
+        let fault = |error: &dyn std::error::Error| {
+            let expected = "certificates of authorities in PEM";
+            self.authorities.error(&error.to_string(), expected)
+        };
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), provider()).build();
+        let mut server = ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(|error| fault(&error))?
+            .with_client_cert_verifier(verifier.map_err(|error| fault(&error))?)
+            .with_cert_resolver(resolver.clone());
+        let mut client = ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(|error| fault(&error))?
+            .with_root_certificates(roots)
+            .with_client_cert_resolver(resolver);
+        // Each connection shows its certificates: a resumed session would not.
+        server.session_storage = Arc::new(NoServerSessionStorage {});
+        server.send_tls13_tickets = 0;
+        client.resumption = Resumption::disabled();
+        server.alpn_protocols = vec![b"h2".to_vec()];
+        client.alpn_protocols = vec![b"h2".to_vec()];
+        let (server, client) = (Arc::new(server), Arc::new(client));
+        Ok(LoadedConfig {
+            config: Arc::new(PeerConfigs { server, client }),
+            certificate: Some(facts),
+        })
+    }
+}
+
+impl PeerFiles {
+    /// Looks at the certificate as peers with the same authorities will, on either side of a
+    /// connection. That it has expired is for the log.
+    fn check(
+        &self,
+        certificate: &CertifiedKey,
+        roots: &Arc<RootCertStore>,
+    ) -> Result<(), TlsSetupError> {
+        let expected = format!(
+            "a certificate for {} and {}, of an authority in {:?}",
+            self.names[0], self.names[1], self.authorities.path
+        );
+        let fault = |error: &dyn std::error::Error| {
+            let file = &self.certificate.cert;
+            file.error(&error.to_string(), &expected)
+        };
+        let judge = |judged: Result<(), rustls::Error>| match judged {
+            Err(rustls::Error::InvalidCertificate(
+                CertificateError::Expired | CertificateError::ExpiredContext { .. },
+            ))
+            | Ok(()) => Ok(()),
+            Err(error) => Err(fault(&error)),
+        };
+        let Some((own, between)) = certificate.cert.split_first() else {
+            return Ok(());
+        };
+        let now = UnixTime::now();
+        let verifier = WebPkiServerVerifier::builder_with_provider(roots.clone(), provider());
+        let verifier = verifier.build().map_err(|error| fault(&error))?;
+        for name in &self.names {
+            let name = ServerName::try_from(name.as_str()).map_err(|error| fault(&error))?;
+            let judged = verifier.verify_server_cert(own, between, &name, &[], now);
+            judge(judged.map(drop))?;
+        }
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider());
+        let verifier = verifier.build().map_err(|error| fault(&error))?;
+        judge(verifier.verify_client_cert(own, between, now).map(drop))
+    }
+}
