@@ -4,12 +4,6 @@
 //! A client's connection takes one, and its request another one for the connection to an engine.
 //! Clients are limited such that the log, peers, operators and probes always find theirs.
 
-use std::fmt;
-
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
-use prometheus_client::metrics::MetricType;
-use prometheus_client::metrics::gauge::ConstGauge;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::config::LimitsConfig;
@@ -37,7 +31,7 @@ pub fn raise() -> u64 {
 }
 
 /// Returns the limit on descriptors of this process.
-fn limit() -> u64 {
+pub(crate) fn limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
@@ -84,34 +78,6 @@ fn fitting(connections: u32, requests: u32, descriptors: u64) -> (u32, u32) {
         own.min(u32::try_from(most).unwrap_or(u32::MAX))
     };
     (share(connections, requests), share(requests, connections))
-}
-
-/// Metrics of the number of open descriptors and its limit.
-#[derive(Debug)]
-pub struct DescriptorMetrics;
-
-impl Collector for DescriptorMetrics {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut gauge = |name: &str, help: &str, value: u64| {
-            let value = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
-            let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
-            value.encode(metric)
-        };
-        // Not available where the system has no such folder, or no descriptor is left to read it.
-        if let Ok(open) = std::fs::read_dir("/proc/self/fd") {
-            let open = open.count() as u64;
-            gauge(
-                "quorate_process_descriptors_open",
-                "Open file descriptors",
-                open,
-            )?;
-        }
-        gauge(
-            "quorate_process_descriptors_max",
-            "File descriptors that may be open",
-            limit(),
-        )
-    }
 }
 
 #[cfg(test)]

@@ -1,11 +1,12 @@
 //! JSON over HTTP, for commands that use the admin API and for tests of clusters.
 
+use std::fmt;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow};
 use bytes::Bytes;
-use http::header::CONTENT_TYPE;
-use http::{HeaderMap, Method, Request, Response, StatusCode};
+use http::header::{AUTHORIZATION, CONTENT_TYPE};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
@@ -18,11 +19,17 @@ const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Hint for an answer that cannot come from an admin listener.
 const HINT: &str = "is this the admin listener of a replica? (`--admin URL` or QUORATE_ADMIN)";
 
+/// Hint for an answer to whom no token was shown, or a wrong one.
+const TOKEN_HINT: &str =
+    "it takes a token of its admin.tokens_file (`--token-file FILE` or QUORATE_TOKEN_FILE)";
+
 /// A client. Every request has its own connection, because replicas come and go.
 #[derive(Debug, Clone)]
 pub struct JsonClient {
     http: Client<HttpConnector, Full<Bytes>>,
     timeout: Duration,
+    /// Sent as `authorization`.
+    authorization: Option<HeaderValue>,
 }
 
 /// An answer, whatever its status.
@@ -36,13 +43,71 @@ pub struct JsonAnswer {
     pub body: Bytes,
 }
 
+/// There is no connection, so that nothing was sent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NoConnectionError {
+    /// The innermost cause.
+    pub cause: String,
+}
+
+impl fmt::Display for NoConnectionError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot connect: {}: {HINT}", self.cause)
+    }
+}
+
+impl std::error::Error for NoConnectionError {}
+
+/// An answer whose status is no success.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AnswerError {
+    /// The status.
+    pub status: StatusCode,
+    /// The body, as a rule problem+json.
+    pub problem: Value,
+}
+
+impl fmt::Display for AnswerError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "answered {}", self.status)?;
+        if self.status == StatusCode::UNAUTHORIZED {
+            return write!(f, ": {TOKEN_HINT}");
+        }
+        let reason = self.status.canonical_reason().unwrap_or_default();
+        let detail = self.problem["detail"].as_str();
+        match (self.problem["title"].as_str(), detail) {
+            (Some(title), Some(detail)) if title.eq_ignore_ascii_case(reason) => {
+                write!(f, ": {detail}")
+            }
+            (Some(title), Some(detail)) => write!(f, ": {title}: {detail}"),
+            (Some(title), None) => write!(f, ": {title}"),
+            (None, _) => write!(f, ": {HINT}"),
+        }
+    }
+}
+
+impl std::error::Error for AnswerError {}
+
 impl JsonClient {
     /// Creates a client whose requests take at most `timeout` each.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
         let mut builder = Client::builder(TokioExecutor::new());
         let http = builder.pool_max_idle_per_host(0).build_http();
-        Self { http, timeout }
+        Self {
+            http,
+            timeout,
+            authorization: None,
+        }
+    }
+
+    /// Sends `authorization` with every request.
+    #[must_use]
+    pub fn authorized(self, authorization: Option<HeaderValue>) -> Self {
+        Self {
+            authorization,
+            ..self
+        }
     }
 
     /// Sends a request and reads the answer.
@@ -85,6 +150,9 @@ impl JsonClient {
         if body.is_some() {
             request = request.header(CONTENT_TYPE, "application/json");
         }
+        if let Some(authorization) = &self.authorization {
+            request = request.header(AUTHORIZATION, authorization);
+        }
         let body = body.map(Value::to_string).unwrap_or_default();
         let response = self.http.request(request.body(Full::from(body))?).await;
         JsonAnswer::read(response.map_err(|error| no_answer(&error))?).await
@@ -121,14 +189,10 @@ impl JsonAnswer {
     /// # Errors
     /// The problem reported by the answer.
     pub fn success(&self) -> anyhow::Result<Value> {
-        let (status, answer) = (self.status, self.json()?);
-        if status.is_success() {
-            return Ok(answer);
-        }
-        match (answer["title"].as_str(), answer["detail"].as_str()) {
-            (Some(title), Some(detail)) => bail!("answered {status}: {title}: {detail}"),
-            (Some(title), None) => bail!("answered {status}: {title}"),
-            (None, _) => bail!("answered {status}: {HINT}"),
+        let (status, problem) = (self.status, self.json()?);
+        match status.is_success() {
+            true => Ok(problem),
+            false => Err(AnswerError { status, problem }.into()),
         }
     }
 }
@@ -139,10 +203,11 @@ pub(crate) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Er
     while let Some(inner) = cause.source() {
         cause = inner;
     }
-    let what = if error.is_connect() {
-        "cannot connect"
-    } else {
-        "no answer"
-    };
-    anyhow!("{what}: {cause}: {HINT}")
+    match error.is_connect() {
+        true => NoConnectionError {
+            cause: cause.to_string(),
+        }
+        .into(),
+        false => anyhow!("no answer: {cause}: {HINT}"),
+    }
 }

@@ -11,4 +11,8 @@ pub mod json_client;
 mod memory;
 pub mod planted;
 mod private;
+mod process;
 pub mod telemetry;
+
+/// Version of this build, with its commit if it is a release build.
+pub const VERSION: &str = env!("QUORATE_VERSION");

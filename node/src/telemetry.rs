@@ -1,11 +1,12 @@
 //! Logging: to stderr, human-readable or JSON, filtered by a `tracing` filter.
 
-use std::io::IsTerminal;
-
 use anyhow::Context as _;
 use api::proxy::{ACCESS_TARGET, LoggedRequests};
 use api::settings::Form as _;
-use tracing_subscriber::{EnvFilter, reload};
+use lab::terminal::is_coloured;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Layer as _, Registry, fmt, reload};
 
 use crate::config::{LogConfig, LogFilter, LogFormat, Parsed};
 
@@ -17,7 +18,7 @@ const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,tonic=warn";
 /// Changes the filter of the log while it is written.
 pub struct LogLevel {
     access: LoggedRequests,
-    reload: Box<dyn Fn(EnvFilter) -> Result<(), reload::Error> + Send + Sync>,
+    filter: reload::Handle<EnvFilter, Registry>,
 }
 
 impl LogLevel {
@@ -26,7 +27,7 @@ impl LogLevel {
     /// # Errors
     /// If it does not parse.
     pub fn set(&self, level: &str) -> anyhow::Result<()> {
-        Ok((self.reload)(filter(level, self.access)?)?)
+        Ok(self.filter.reload(filter(level, self.access)?)?)
     }
 }
 
@@ -36,26 +37,21 @@ impl LogLevel {
 /// # Errors
 /// If the filter does not parse, or logging is set up already.
 pub fn init(log: &LogConfig) -> anyhow::Result<LogLevel> {
-    let filter = filter(&log.level, log.access)?;
-    let lines = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr);
     let access = log.access;
-    let (outcome, level) = if log.format == LogFormat::Json {
-        let lines = lines.json().flatten_event(true).with_current_span(false);
-        let lines = lines.with_filter_reloading();
-        let handle = lines.reload_handle();
-        let reload = Box::new(move |filter| handle.reload(filter));
-        (lines.try_init(), LogLevel { access, reload })
+    let (reloading, filter) = reload::Layer::new(filter(&log.level, access)?);
+    let lines = fmt::layer().with_writer(std::io::stderr);
+    let lines = if log.format == LogFormat::Json {
+        let lines = lines.json().flatten_event(true);
+        lines.with_current_span(false).boxed()
     } else {
-        let lines = lines.with_ansi(std::io::stderr().is_terminal());
-        let lines = lines.with_filter_reloading();
-        let handle = lines.reload_handle();
-        let reload = Box::new(move |filter| handle.reload(filter));
-        (lines.try_init(), LogLevel { access, reload })
+        lines.with_ansi(is_coloured(&std::io::stderr())).boxed()
     };
+    let outcome = tracing_subscriber::registry()
+        .with(reloading)
+        .with(lines)
+        .try_init();
     outcome.map_err(|error| anyhow::anyhow!("set up logging: {error}"))?;
-    Ok(level)
+    Ok(LogLevel { access, filter })
 }
 
 /// The filter of a config. A level does not hold back the access log, which has its own setting; a

@@ -2,10 +2,16 @@
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests too")]
 
+#[path = "cli/access.rs"]
+mod access;
 #[path = "cli/crowd.rs"]
 mod crowd;
+#[path = "cli/demo.rs"]
+mod demo;
 #[path = "cli/forming.rs"]
 mod forming;
+#[path = "cli/operating.rs"]
+mod operating;
 #[path = "cli/process.rs"]
 mod process;
 #[path = "cli/production.rs"]
@@ -14,8 +20,12 @@ mod production;
 mod signals;
 #[path = "cli/starting.rs"]
 mod starting;
+#[path = "cli/terminal.rs"]
+mod terminal;
 #[path = "cli/users.rs"]
 mod users;
+#[path = "cli/version.rs"]
+mod version;
 
 use std::process::Output;
 
@@ -70,12 +80,12 @@ fn a_faulty_config_exits_2_and_tells_all_on_stderr() {
 
 #[test]
 fn a_backend_of_the_command_line_is_checked_as_one_of_the_file() {
-    let output = quorate(&["serve", "--backend", "https://127.0.0.1:1"]);
+    let output = quorate(&["serve", "--backend", "ftp://127.0.0.1:1"]);
     let told = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{told}");
     let words: Vec<_> = told.split_whitespace().collect();
     let told = words.join(" ");
-    assert!(told.contains("https is not supported yet"), "{told}");
+    assert!(told.contains("expected a URL, such as"), "{told}");
 }
 
 #[test]

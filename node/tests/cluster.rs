@@ -20,9 +20,11 @@ mod lora;
 mod metrics;
 #[path = "cluster/operation.rs"]
 mod operation;
+#[path = "cluster/tls.rs"]
+mod tls;
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -187,13 +189,17 @@ fn config(id: usize, peers: &[String], engines: &[EngineHandle], dir: &Path) -> 
     }
     let file = dir.join(format!("n{id}.toml"));
     std::fs::write(&file, text).unwrap();
+    read(file).unwrap()
+}
+
+/// Reads a config file as a replica does, or tells its faults.
+fn read(file: PathBuf) -> Result<Config, String> {
     let origin = Origin {
         file: Some(file),
         ..Origin::default()
     };
-    load(&origin)
-        .unwrap_or_else(|faults| panic!("{faults}"))
-        .config
+    let loaded = load(&origin).map_err(|faults| faults.to_string());
+    loaded.map(|loaded| loaded.config)
 }
 
 /// A replica that runs until told to leave.

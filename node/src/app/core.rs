@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::admission::Admission;
-use api::backends::Backends;
+use api::backends::{Backends, EngineTls, ProbeSettings};
 use api::clock::Clock;
 use api::divergence::Digests;
 use api::events::EventBus;
@@ -57,6 +57,8 @@ pub struct CorePorts {
     pub hash_secret: HashSecret,
     /// Wall clock.
     pub clock: Clock,
+    /// How engines with TLS are connected to.
+    pub engine_tls: EngineTls,
     /// Observer of every change of the state; `None` in production.
     pub witness: Option<Arc<dyn Witness>>,
 }
@@ -72,6 +74,7 @@ impl CorePorts {
             hash_seed: rand::random(),
             hash_secret: HashSecret::new(rand::random()),
             clock: Clock::default(),
+            engine_tls: EngineTls::default(),
             witness: None,
         }
     }
@@ -110,13 +113,22 @@ struct CoreParts {
 }
 
 impl CoreParts {
-    fn new(config: &Config, session: SessionId, clocks: Arc<ClusterClocks>) -> Self {
+    fn new(
+        config: &Config,
+        session: SessionId,
+        clocks: Arc<ClusterClocks>,
+        engine_tls: EngineTls,
+    ) -> Self {
         let clock = clocks.clock();
         let shared = Arc::new(SharedState::default());
         let view = shared.state().view();
         let events = EventBus::new(clock.clone());
         shared.digests.announce(events.clone());
-        let backends = Backends::new(formation::probe_settings(config))
+        let probes = ProbeSettings {
+            tls: engine_tls,
+            ..formation::probe_settings(config)
+        };
+        let backends = Backends::new(probes)
             .breaking(config.circuit)
             .preferring_adapters(config.queueing_threshold_lora);
         let backends = Arc::new(backends);
@@ -178,6 +190,7 @@ impl ReplicaCore {
             hash_seed,
             hash_secret,
             clock,
+            engine_tls,
             witness,
         } = ports;
         let hashing = BlockHasher {
@@ -190,7 +203,7 @@ impl ReplicaCore {
         };
         let clocks = Arc::new(ClusterClocks::new(clock));
         let clock = clocks.clock();
-        let parts = CoreParts::new(&config, session, Arc::clone(&clocks));
+        let parts = CoreParts::new(&config, session, Arc::clone(&clocks), engine_tls);
         let first = formation::first_command(&config, session, hashing, &clock);
         let options = formation::raft_options(&config, transport.local_addr(), storage, &first);
         let machine = RouterMachine::new(Arc::clone(&parts.shared), witness);

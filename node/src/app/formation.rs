@@ -187,7 +187,8 @@ pub(super) fn tell_of_names(config: &Config) {
     }
 }
 
-fn limits(limits: &config::LimitsConfig) -> ProxyLimits {
+/// Returns the limits of the data plane.
+pub(super) fn limits(limits: &config::LimitsConfig) -> ProxyLimits {
     let default = ProxyLimits::default();
     ProxyLimits {
         body_bytes_max: *limits.max_body,

@@ -1,62 +1,41 @@
-//! Reloads the file of API keys when it changes, so that a key can be revoked without a restart.
+//! Reloads files of keys and tokens when they change, so that one can be revoked without a restart.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use api::admin::AdminTokens;
+use api::file_stamp::FileStamp;
 use api::proxy::ApiKeys;
 use tokio_util::sync::CancellationToken;
 
 use super::ticks::every;
-use crate::config::key_file::read;
+use crate::config::{key_file, tokens_file};
 
 /// Interval at which the file is checked.
 const INTERVAL: Duration = Duration::from_secs(2);
 
-/// Attributes that change with a file: identity, length and times.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct FileStamp {
-    inode: u64,
-    bytes: u64,
-    written: (i64, i64),
-    changed: (i64, i64),
-}
-
-impl FileStamp {
-    /// Returns the attributes; `None` if the file does not exist.
-    fn of(file: &Path) -> Option<Self> {
-        let found = file.metadata().ok()?;
-        Some(Self {
-            inode: found.ino(),
-            bytes: found.len(),
-            written: (found.mtime(), found.mtime_nsec()),
-            changed: (found.ctime(), found.ctime_nsec()),
-        })
-    }
-}
-
-/// A key file as last seen.
-struct WatchedKeyFile {
+/// A file as last seen.
+struct WatchedFile<R> {
     file: PathBuf,
-    keys: ApiKeys,
+    read: R,
     seen: Option<FileStamp>,
 }
 
-impl WatchedKeyFile {
-    /// Reloads the file if it has changed. An unreadable file changes nothing.
+impl<R: Fn(&Path)> WatchedFile<R> {
+    /// Reloads the file if it has changed.
     fn look(&mut self) {
         let stamp = FileStamp::of(&self.file);
         if stamp == self.seen {
             return;
         }
         self.seen = stamp;
-        read_api_keys(&self.file, &self.keys);
+        (self.read)(&self.file);
     }
 }
 
 /// Has the keys in `file` served from here on. An unreadable file changes nothing.
 pub(crate) fn read_api_keys(file: &Path, keys: &ApiKeys) {
-    match read(file) {
+    match key_file::read(file) {
         Ok(told) => {
             keys.replace(told);
             tracing::info!(?keys, "reloaded API keys");
@@ -65,11 +44,22 @@ pub(crate) fn read_api_keys(file: &Path, keys: &ApiKeys) {
     }
 }
 
-/// Follows `file` until `stop`.
-pub(super) async fn follow(file: PathBuf, keys: ApiKeys, stop: CancellationToken) {
+/// Has the tokens in `file` accepted from here on. An unreadable file changes nothing.
+pub(crate) fn read_admin_tokens(file: &Path, tokens: &AdminTokens) {
+    match tokens_file::read(file) {
+        Ok(told) => {
+            tokens.replace(told);
+            tracing::info!(?tokens, "reloaded admin tokens");
+        }
+        Err(why) => tracing::error!(why, "could not reload admin tokens; keeping the old ones"),
+    }
+}
+
+/// Calls `read` whenever `file` has changed, until `stop`.
+pub(super) async fn follow(file: PathBuf, read: impl Fn(&Path) + Send, stop: CancellationToken) {
     // The first check reads it once more, because it may have changed since the config was read.
     let seen = None;
-    let mut followed = WatchedKeyFile { file, keys, seen };
+    let mut followed = WatchedFile { file, read, seen };
     let mut ticks = every(INTERVAL);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {
         followed.look();
@@ -94,9 +84,9 @@ mod tests {
         };
         write("sk-1 ada\n# old\nsk-2\n");
         let keys = ApiKeys::default();
-        let mut followed = WatchedKeyFile {
+        let mut followed = WatchedFile {
             file: file.clone(),
-            keys: keys.clone(),
+            read: |file: &Path| read_api_keys(file, &keys),
             seen: None,
         };
         followed.look();

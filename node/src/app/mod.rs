@@ -16,40 +16,47 @@ pub(crate) mod fuzzing;
 mod judge;
 mod key_file;
 mod leadership;
+mod log_metrics;
 mod machine;
 pub mod offline;
 mod ports;
 mod readers;
 mod registration;
+mod reloading;
 mod running;
 mod shutdown;
 mod sockets;
 mod ticks;
+mod tls;
 mod warmup;
 
-pub(crate) use key_file::read_api_keys;
+pub(crate) use key_file::{read_admin_tokens, read_api_keys};
+pub use reloading::ReloadHandle;
 pub use running::RunningReplica;
 pub use shutdown::ShutdownHandle;
 pub use sockets::{Addresses, BoundSockets};
 
 use api::settings::SharedFileSettings;
+use api::tls::CertificateWatch;
 
+use self::tls::ReplicaCertificates;
 use crate::config::Config;
 
 /// A replica bound to its sockets but not started yet.
-#[derive(Debug)]
 pub struct App {
     config: Config,
     sockets: BoundSockets,
     addresses: Addresses,
     file: SharedFileSettings,
+    reload: ReloadHandle,
+    tls: ReplicaCertificates,
 }
 
 impl App {
     /// Binds the config's three addresses. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// If one of them cannot be bound.
+    /// If one of them cannot be bound, or a certificate cannot be read.
     pub fn build(config: Config) -> anyhow::Result<Self> {
         let sockets = BoundSockets::bind(&config.listen)?;
         Self::on(config, sockets)
@@ -59,15 +66,18 @@ impl App {
     /// must know each other's ports before any of them starts.
     ///
     /// # Errors
-    /// If the system does not report their addresses.
+    /// If the system does not report their addresses, or a certificate cannot be read.
     pub fn on(config: Config, sockets: BoundSockets) -> anyhow::Result<Self> {
         let addresses = sockets.addresses()?;
         let file = SharedFileSettings::new(config.file.clone());
+        let tls = ReplicaCertificates::load(&config)?;
         Ok(Self {
+            tls,
             config,
             sockets,
             addresses,
             file,
+            reload: ReloadHandle::default(),
         })
     }
 
@@ -83,12 +93,24 @@ impl App {
         self.file.clone()
     }
 
+    /// Returns what takes a config that was reloaded.
+    #[must_use]
+    pub fn reload_handle(&self) -> ReloadHandle {
+        self.reload.clone()
+    }
+
+    /// Returns the certificates, to be read again when the config is reloaded.
+    #[must_use]
+    pub fn certificates(&self) -> CertificateWatch {
+        self.tls.watch()
+    }
+
     /// Opens the store and starts the replica.
     ///
     /// # Errors
     /// If the store cannot be opened or is damaged.
     pub async fn start(self) -> anyhow::Result<RunningReplica> {
-        running::start(self.config, self.sockets, self.addresses, self.file).await
+        running::start(self).await
     }
 
     /// Starts the replica, serves until told to leave, then leaves.

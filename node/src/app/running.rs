@@ -1,7 +1,7 @@
 //! A running replica: its core, and the connections to clients, operators and engines.
 
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::Context as _;
 use api::admin::{self, Admin};
@@ -13,26 +13,33 @@ use api::ports::Cluster;
 use api::proxy::{DecisionLog, DrainResult, Proxy, ProxyMetrics, RequestReader, Server};
 use api::readiness::{Lifecycle, ReadinessCheck};
 use api::settings::SharedFileSettings;
+use api::tls::CertificateMetrics;
+use arc_swap::ArcSwap;
 use raft::{PeerSecret, Role, Tcp};
 use state::command::Item;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+use super::App;
 use super::core::{CorePorts, ReplicaCore};
+use super::key_file::{self, read_admin_tokens, read_api_keys};
 use super::leadership::hand_over;
+use super::log_metrics::LogMetrics;
+use super::reloading::RunningParts;
 use super::shutdown::ShutdownHandle;
-use super::sockets::{Addresses, BoundSockets};
+use super::sockets::Addresses;
+use super::tls::ReplicaCertificates;
 use super::warmup::warm_up;
 use super::{events, formation};
 use crate::config::{Config, DrainConfig, Parsed};
-use crate::descriptors;
+use crate::process;
 
 /// A replica that serves. Drop it only after [`RunningReplica::until`]; its tasks continue
 /// otherwise.
 pub struct RunningReplica {
     addresses: Addresses,
-    drain: DrainConfig,
+    drain: Arc<ArcSwap<DrainConfig>>,
     core: ReplicaCore,
     lifecycle: Lifecycle,
     stops: ReplicaShutdown,
@@ -49,8 +56,15 @@ struct ReplicaShutdown {
 }
 
 /// Returns the transport to peers.
-fn peers(config: &Config, listener: TcpListener) -> anyhow::Result<Tcp> {
+fn peers(
+    config: &Config,
+    certificates: &ReplicaCertificates,
+    listener: TcpListener,
+) -> anyhow::Result<Tcp> {
     let tcp = Tcp::new(listener)?;
+    if let Some(tls) = certificates.peer_tls(&config.cluster.name) {
+        return Ok(tcp.with_certificates(tls));
+    }
     let Some(secret) = config.secret.clone() else {
         return Ok(tcp);
     };
@@ -63,12 +77,15 @@ fn peers(config: &Config, listener: TcpListener) -> anyhow::Result<Tcp> {
 }
 
 /// Assembles and starts a replica.
-pub(super) async fn start(
-    mut config: Config,
-    sockets: BoundSockets,
-    addresses: Addresses,
-    file: SharedFileSettings,
-) -> anyhow::Result<RunningReplica> {
+pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
+    let App {
+        mut config,
+        sockets,
+        addresses,
+        file,
+        reload,
+        tls,
+    } = app;
     // Members are told the ports that the system chose.
     config.listen.data = Parsed(addresses.data);
     config.listen.admin = Parsed(addresses.admin);
@@ -76,34 +93,38 @@ pub(super) async fn start(
         let folder = config.node.data_dir.display();
         format!("make data folder {folder} private")
     })?;
-    let ports = CorePorts::real(Arc::new(peers(&config, sockets.peer)?));
+    let ports = CorePorts {
+        engine_tls: tls.engines.clone(),
+        ..CorePorts::real(Arc::new(peers(&config, &tls, sockets.peer)?))
+    };
     let core = ReplicaCore::start(config.clone(), ports).await?;
     let (stops, lifecycle) = (ReplicaShutdown::default(), Lifecycle::default());
-    let metrics = Arc::new(Metrics::default());
-    metrics
-        .register(|registry| registry.register_collector(Box::new(descriptors::DescriptorMetrics)));
-    metrics.register(|registry| core.router().metrics().register(registry));
-    metrics.register(|registry| core.admission().metrics().register(registry));
-
+    let metrics = metrics(&core, &tls);
     formation::tell_of_names(&config);
-    let readiness = readiness(&core, lifecycle.clone());
+    tell_if_insecure(&config);
+    let readiness = readiness(&core, &config, lifecycle.clone());
     let proxy = proxy(&core, &config, &metrics, &readiness);
     let reading = (Arc::clone(proxy.requests()), Arc::clone(proxy.decisions()));
+    let drain = Arc::new(ArcSwap::from_pointee(config.drain.clone()));
+    reload.started(RunningParts {
+        proxy: Arc::clone(&proxy),
+        backends: Arc::clone(core.backends()),
+        drain: Arc::clone(&drain),
+    });
     let server = Server::new(sockets.data, proxy).leaving(stops.leaving.clone());
+    let server = server.with_tls(tls.data.clone());
     let no_more = stops.no_more_requests.clone();
     let serving = serve_clients(
         server,
         warm(&core, lifecycle.clone()),
         no_more,
-        *config.drain.deadline,
+        Arc::clone(&drain),
     );
     let proxy = tokio::spawn(serving);
     let admin = admin(&core, reading, metrics, (readiness, file), &config);
     spawn_loops(&core, Arc::clone(&admin.kv_board));
     core.beside(admin::serve(sockets.admin, admin, core.stopping()));
-    if let (Some(file), Some(keys)) = (config.users.api_keys_file, config.api_keys) {
-        core.beside(super::key_file::follow(file, keys, core.stopping()));
-    }
+    follow_files(&core, &config, &tls);
     tracing::info!(
         replica = config.node.id.0,
         data = %addresses.data,
@@ -113,7 +134,7 @@ pub(super) async fn start(
     );
     Ok(RunningReplica {
         addresses,
-        drain: config.drain,
+        drain,
         core,
         lifecycle,
         stops,
@@ -121,7 +142,46 @@ pub(super) async fn start(
     })
 }
 
-fn readiness(core: &ReplicaCore, lifecycle: Lifecycle) -> Arc<ReadinessCheck> {
+fn tell_if_insecure(config: &Config) {
+    if config.insecure {
+        tracing::warn!(
+            "insecure: others may reach listeners that are not protected; remove `insecure` when \
+             they are"
+        );
+    }
+}
+
+/// The registry, with what core and process tell.
+fn metrics(core: &ReplicaCore, tls: &ReplicaCertificates) -> Arc<Metrics> {
+    let metrics = Arc::new(Metrics::default());
+    metrics.register(|registry| registry.register_collector(Box::new(process::ProcessMetrics)));
+    let log = LogMetrics(core.replica().clone());
+    metrics.register(|registry| registry.register_collector(Box::new(log)));
+    metrics.register(|registry| core.router().metrics().register(registry));
+    metrics.register(|registry| core.admission().metrics().register(registry));
+    let expiry = CertificateMetrics(tls.watch());
+    metrics.register(|registry| registry.register_collector(Box::new(expiry)));
+    metrics
+}
+
+/// Reads files of keys, tokens and certificates again when they change.
+fn follow_files(core: &ReplicaCore, config: &Config, tls: &ReplicaCertificates) {
+    core.beside(tls.watch().follow(core.stopping()));
+    if let (Some(file), Some(keys)) = (config.users.api_keys_file.clone(), config.api_keys.clone())
+    {
+        let read = move |file: &Path| read_api_keys(file, &keys);
+        core.beside(key_file::follow(file, read, core.stopping()));
+    }
+    if let (Some(file), Some(tokens)) = (
+        config.admin.tokens_file.clone(),
+        config.admin_tokens.clone(),
+    ) {
+        let read = move |file: &Path| read_admin_tokens(file, &tokens);
+        core.beside(key_file::follow(file, read, core.stopping()));
+    }
+}
+
+fn readiness(core: &ReplicaCore, config: &Config, lifecycle: Lifecycle) -> Arc<ReadinessCheck> {
     Arc::new(ReadinessCheck {
         cluster: core.cluster(),
         view: Arc::clone(core.view()),
@@ -129,6 +189,7 @@ fn readiness(core: &ReplicaCore, lifecycle: Lifecycle) -> Arc<ReadinessCheck> {
         digests: Arc::clone(core.digests()),
         outbox: Arc::clone(core.router().outbox()),
         lifecycle,
+        is_insecure: config.insecure,
     })
 }
 
@@ -176,6 +237,8 @@ fn admin(
         readiness,
         file,
         hosts: formation::own_hosts(config),
+        tokens: config.admin_tokens.clone(),
+        is_metrics_public: config.admin.metrics_public,
     })
 }
 
@@ -236,14 +299,15 @@ async fn serve_clients(
     server: Server,
     warm: impl Future<Output = ()>,
     no_more: CancellationToken,
-    deadline: Duration,
+    drain: Arc<ArcSwap<DrainConfig>>,
 ) -> DrainResult {
     tokio::select! {
         biased;
         () = no_more.cancelled() => {}
         () = warm => {}
     }
-    server.run(no_more, deadline).await
+    let deadline = move || *drain.load().deadline;
+    server.run_until(no_more, deadline).await
 }
 
 impl RunningReplica {
@@ -287,7 +351,8 @@ impl RunningReplica {
 
     /// Completes what clients and the cluster are waiting for.
     async fn finish(&mut self) {
-        tokio::time::sleep(*self.drain.dns_ttl).await;
+        let dns_ttl = *self.drain.load().dns_ttl;
+        tokio::time::sleep(dns_ttl).await;
         self.stops.no_more_requests.cancel();
         let (replica, proxy) = (self.core.replica(), &mut self.proxy);
         match tokio::join!(proxy, hand_over(replica)).0 {

@@ -74,6 +74,7 @@ pub(super) async fn backup(args: BackupArgs) -> anyhow::Result<ExitCode> {
         bail!("{} is there already (--force replaces it)", file.display());
     }
     let unfinished = beside(file)?;
+    args.target.settle(!args.local).await?;
     let made = fetch(&args, &unfinished).await;
     let made = match made {
         Ok(bytes) => verified(&unfinished).await.map(|head| (head, bytes)),
@@ -105,6 +106,7 @@ pub(super) async fn backup(args: BackupArgs) -> anyhow::Result<ExitCode> {
 /// Runs `quorate restore`.
 pub(super) async fn restore(args: RestoreArgs) -> anyhow::Result<ExitCode> {
     let head = verified(&args.file).await?;
+    args.target.settle(true).await?;
     let answer = send(&args).await?;
     if args.json {
         terminal::print(serde_json::to_string(&answer)?)?;
@@ -160,7 +162,8 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
         .target
         .url(&format!("/admin/v1/cluster/backup?read={level}"));
     let client = Client::builder(TokioExecutor::new()).build_http();
-    let request = Request::get(&url).body(Empty::<Bytes>::new())?;
+    let mut request = Request::get(&url).body(Empty::<Bytes>::new())?;
+    authorize(&args.target, &mut request)?;
     let response = tokio::time::timeout(IDLE_TIMEOUT, client.request(request)).await;
     let response = response
         .with_context(|| format!("GET {url}: no answer in time"))?
@@ -203,6 +206,15 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     synced.with_context(|| format!("write {}", path.display()))?;
     bar.finish_and_clear();
     Ok(bar.position())
+}
+
+/// Says who sends the request.
+fn authorize<B>(target: &AdminTarget, request: &mut Request<B>) -> anyhow::Result<()> {
+    if let Some(authorization) = target.authorization()? {
+        let headers = request.headers_mut();
+        headers.insert(http::header::AUTHORIZATION, authorization);
+    }
+    Ok(())
 }
 
 async fn next_bytes(body: &mut Incoming) -> anyhow::Result<Option<Bytes>> {
@@ -263,11 +275,12 @@ async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
         }
     });
     let client = Client::builder(TokioExecutor::new()).build_http();
-    let request = Request::builder()
+    let mut request = Request::builder()
         .method(Method::POST)
         .uri(&url)
         .header(http::header::CONTENT_TYPE, "application/octet-stream")
         .body(StreamBody::new(Box::pin(frames)))?;
+    authorize(&args.target, &mut request)?;
     let answer = async {
         let response = client
             .request(request)

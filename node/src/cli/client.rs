@@ -1,30 +1,40 @@
 //! A client of the admin API, for the commands that read or operate a running cluster.
 
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
-use http::{Method, Uri};
+use anyhow::{Context, anyhow, bail};
+use http::{HeaderValue, Method, StatusCode, Uri};
 use serde_json::Value;
 
-use crate::json_client::{JsonAnswer, JsonClient};
+use crate::json_client::{JsonAnswer, JsonClient, NoConnectionError};
 
 /// Longest wait for an answer: admin writes themselves give up after five seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 /// Number of entries per page.
 const PAGE: usize = 1000;
 
-/// Which replica to ask.
+/// Which replicas to ask.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct AdminTarget {
-    /// Admin URL of any replica
+    /// Admin URL of any replica; of several, separated by commas, the first that can answer does
     #[arg(
         long,
         value_name = "URL",
         env = "QUORATE_ADMIN",
         default_value = "http://127.0.0.1:8081",
+        value_delimiter = ',',
         value_parser = admin_url
     )]
-    admin: Uri,
+    admin: Vec<Uri>,
+    /// File with a token that the admin listener accepts, as `quorate token create --out` writes it
+    #[arg(long, value_name = "FILE", env = "QUORATE_TOKEN_FILE")]
+    token_file: Option<PathBuf>,
+    /// Position of the one that answered last: a command asks one replica as long as it answers.
+    #[arg(skip)]
+    answering: Arc<AtomicUsize>,
 }
 
 /// Parses `http://host:port`, or `host:port` for short.
@@ -53,6 +63,29 @@ pub(super) fn encoded(text: &str) -> String {
 }
 
 impl AdminTarget {
+    /// Returns the target at a URL that a member has announced, for the holder of the same token.
+    pub(super) fn at(&self, url: &str) -> Result<Self, String> {
+        Ok(Self {
+            admin: vec![admin_url(url)?],
+            token_file: self.token_file.clone(),
+            answering: Arc::default(),
+        })
+    }
+
+    /// Returns what a request has to say of who sends it.
+    pub(super) fn authorization(&self) -> anyhow::Result<Option<HeaderValue>> {
+        let Some(file) = &self.token_file else {
+            return Ok(None);
+        };
+        let shown = || format!("token file {}", file.display());
+        let token = std::fs::read_to_string(file).with_context(shown)?;
+        let value = HeaderValue::try_from(format!("Bearer {}", token.trim()));
+        // The error would not quote it, but says nothing that helps either.
+        let mut value = value.map_err(|_| anyhow!("{}: holds no token", shown()))?;
+        value.set_sensitive(true);
+        Ok(Some(value))
+    }
+
     /// Sends `GET path`.
     pub(super) async fn get(&self, path: &str) -> anyhow::Result<Value> {
         self.send(Method::GET, path, None).await
@@ -60,8 +93,7 @@ impl AdminTarget {
 
     /// Sends `GET /readyz`, whose answer is valid whatever its status.
     pub(super) async fn readiness(&self) -> anyhow::Result<Value> {
-        let client = JsonClient::new(ANSWER_TIMEOUT);
-        let answer = client.send(Method::GET, &self.url("/readyz"), None).await?;
+        let answer = self.ask(Method::GET, "/readyz", None).await?;
         answer.json().context("GET /readyz")
     }
 
@@ -76,21 +108,10 @@ impl AdminTarget {
             };
             all.extend(entries.iter().cloned());
             match page["next_cursor"].as_str() {
-                Some(next) => cursor = format!("&cursor={next}"),
+                Some(next) => cursor = format!("&cursor={}", encoded(next)),
                 None => return Ok(all),
             }
         }
-    }
-
-    /// Returns the target at a URL that a member has announced.
-    pub(super) fn at(url: &str) -> Result<Self, String> {
-        admin_url(url).map(|admin| Self { admin })
-    }
-
-    /// Sends a request without a body and returns the answer, whatever its status.
-    pub(super) async fn try_send(&self, method: Method, path: &str) -> anyhow::Result<JsonAnswer> {
-        let client = JsonClient::new(ANSWER_TIMEOUT);
-        client.send(method, &self.url(path), None).await
     }
 
     /// Sends a request and returns the body of a successful answer.
@@ -100,26 +121,85 @@ impl AdminTarget {
         path: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<Value> {
-        let client = JsonClient::new(ANSWER_TIMEOUT);
-        client.call(method, &self.url(path), body).await
+        let answer = self.ask(method.clone(), path, body).await?;
+        let success = answer.success();
+        success.with_context(|| format!("{method} {}", self.url(path)))
     }
 
-    /// Sends a request and returns the answer, whatever its status.
+    /// Sends a request and returns the answer, whatever its status. A replica that cannot be
+    /// reached is passed over, and so is one without a quorum, as long as there are others: neither
+    /// has done anything.
     pub(super) async fn ask(
         &self,
         method: Method,
         path: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<JsonAnswer> {
-        let client = JsonClient::new(ANSWER_TIMEOUT);
-        client.send(method, &self.url(path), body).await
+        let client = JsonClient::new(ANSWER_TIMEOUT).authorized(self.authorization()?);
+        let (mut refused, mut unreached) = (None, Vec::new());
+        for _ in &self.admin {
+            let (url, base) = (self.url(path), self.url(""));
+            match client.send(method.clone(), &url, body).await {
+                Ok(answer) if is_without_quorum(&answer) => refused = Some(answer),
+                Ok(answer) => return Ok(answer),
+                Err(error) if !is_undone(&method, &error) => return Err(error),
+                Err(error) => unreached.push((base, error)),
+            }
+            self.answering.fetch_add(1, Ordering::Relaxed);
+        }
+        match (refused, unreached) {
+            (Some(answer), _) => Ok(answer),
+            (None, mut errors) if errors.len() == 1 => Err(errors.remove(0).1),
+            (None, errors) => {
+                let each = errors
+                    .iter()
+                    .map(|(url, error)| format!("\n  {url}: {}", brief(error)));
+                Err(anyhow!("no replica answers{}", each.collect::<String>()))
+            }
+        }
     }
 
-    /// Returns the URL of a path.
+    /// Finds a replica that answers, with a quorum if one is needed, for requests that are sent by
+    /// other means.
+    pub(super) async fn settle(&self, needs_quorum: bool) -> anyhow::Result<()> {
+        let path = match needs_quorum {
+            true => "/admin/v1/digest?read=linearizable",
+            false => "/livez",
+        };
+        match self.admin.len() {
+            1 => Ok(()),
+            _ => self.ask(Method::GET, path, None).await.map(|_| ()),
+        }
+    }
+
+    /// Returns the URL of a path at the replica that answered last, else at the first.
     pub(super) fn url(&self, path: &str) -> String {
-        let base = self.admin.to_string();
+        let at = self.answering.load(Ordering::Relaxed) % self.admin.len();
+        let base = self.admin[at].to_string();
         format!("{}{path}", base.trim_end_matches('/'))
     }
+}
+
+/// Why one of several replicas gave no answer.
+fn brief(error: &anyhow::Error) -> String {
+    match error.downcast_ref::<NoConnectionError>() {
+        Some(error) => error.cause.clone(),
+        None => format!("{error:#}"),
+    }
+}
+
+/// Whether a replica refused for want of a quorum, so that another may be able to.
+fn is_without_quorum(answer: &JsonAnswer) -> bool {
+    let is_told = || {
+        let problem = answer.json().unwrap_or_default();
+        problem["type"] == "/problems/no-quorum" && problem["outcome"] != "unknown"
+    };
+    answer.status == StatusCode::SERVICE_UNAVAILABLE && is_told()
+}
+
+/// Whether a request that got no answer can be sent to another replica.
+fn is_undone(method: &Method, error: &anyhow::Error) -> bool {
+    *method == Method::GET || error.downcast_ref::<NoConnectionError>().is_some()
 }
 
 #[cfg(test)]

@@ -4,10 +4,10 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 use http::Method;
-use lab::terminal;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::client::AdminTarget;
+use super::edit::WriteArgs;
+use super::table::cell;
 
 /// Returns a parser for values of `node.id`.
 fn ids() -> clap::builder::RangedI64ValueParser<u8> {
@@ -25,7 +25,7 @@ pub(super) enum MemberCommand {
         /// Host and port of its peer listener
         address: String,
         #[command(flatten)]
-        target: AdminTarget,
+        write: WriteArgs,
     },
     /// Make a learner a voter
     Promote {
@@ -33,7 +33,7 @@ pub(super) enum MemberCommand {
         #[arg(value_parser = ids())]
         id: u8,
         #[command(flatten)]
-        target: AdminTarget,
+        write: WriteArgs,
     },
     /// Remove a member
     Remove {
@@ -41,7 +41,7 @@ pub(super) enum MemberCommand {
         #[arg(value_parser = ids())]
         id: u8,
         #[command(flatten)]
-        target: AdminTarget,
+        write: WriteArgs,
     },
 }
 
@@ -52,59 +52,53 @@ pub(super) struct TransferLeaderArgs {
     #[arg(value_parser = ids())]
     to: Option<u8>,
     #[command(flatten)]
-    target: AdminTarget,
+    write: WriteArgs,
 }
 
 /// `quorate snapshot`.
 #[derive(Debug, clap::Args)]
 pub(super) struct SnapshotArgs {
     #[command(flatten)]
-    target: AdminTarget,
+    write: WriteArgs,
 }
 
 /// Runs `quorate member ...`.
 pub(super) async fn member(command: MemberCommand) -> anyhow::Result<ExitCode> {
     let members = "/admin/v1/cluster/members";
-    let (target, method, path, body) = match command {
-        MemberCommand::Add {
-            id,
-            address,
-            target,
-        } => {
+    let (write, method, path, body, done) = match command {
+        MemberCommand::Add { id, address, write } => {
             let body = json!({ "id": id, "address": address });
-            (target, Method::POST, members.to_owned(), Some(body))
+            let done = format!("replica {id}: added as a learner");
+            (write, Method::POST, members.to_owned(), Some(body), done)
         }
-        MemberCommand::Promote { id, target } => (
-            target,
-            Method::POST,
-            format!("{members}/{id}/promote"),
-            None,
-        ),
-        MemberCommand::Remove { id, target } => {
-            (target, Method::DELETE, format!("{members}/{id}"), None)
+        MemberCommand::Promote { id, write } => {
+            let path = format!("{members}/{id}/promote");
+            let done = format!("replica {id}: votes");
+            (write, Method::POST, path, None, done)
+        }
+        MemberCommand::Remove { id, write } => {
+            let path = format!("{members}/{id}");
+            let done = format!("replica {id}: removed");
+            (write, Method::DELETE, path, None, done)
         }
     };
-    show(&target.send(method, &path, body.as_ref()).await?)
+    let answer = write.target.send(method, &path, body.as_ref()).await?;
+    write.done(&done, &answer)
 }
 
 /// Runs `quorate transfer-leader`.
 pub(super) async fn transfer_leader(args: TransferLeaderArgs) -> anyhow::Result<ExitCode> {
     let body = args.to.map_or_else(|| json!({}), |to| json!({ "to": to }));
     let path = "/admin/v1/cluster/transfer-leader";
-    show(&args.target.send(Method::POST, path, Some(&body)).await?)
+    let answer = args.write.target.send(Method::POST, path, Some(&body));
+    let answer = answer.await?;
+    let done = format!("replica {} leads", cell(&answer["leader"]));
+    args.write.done(&done, &answer)
 }
 
 /// Runs `quorate snapshot`.
 pub(super) async fn snapshot(args: SnapshotArgs) -> anyhow::Result<ExitCode> {
-    show(
-        &args
-            .target
-            .send(Method::POST, "/admin/v1/cluster/snapshot", None)
-            .await?,
-    )
-}
-
-fn show(answer: &Value) -> anyhow::Result<ExitCode> {
-    terminal::print(serde_json::to_string(answer)?)?;
-    Ok(ExitCode::SUCCESS)
+    let path = "/admin/v1/cluster/snapshot";
+    let answer = args.write.target.send(Method::POST, path, None).await?;
+    args.write.done("snapshot taken", &answer)
 }

@@ -4,18 +4,32 @@ use std::process::ExitCode;
 
 use clap::Subcommand;
 use lab::terminal;
+use serde_json::json;
 
+use super::read::print_json;
 use super::settings;
 use super::source::ConfigSource;
-use crate::config::{print, schema};
+use crate::config::{ConfigErrors, print, schema};
 
 /// What to do with a config.
 #[derive(Debug, Subcommand)]
 pub(super) enum ConfigCommand {
     /// Check a config and report every mistake
-    Check(ConfigSource),
+    Check {
+        #[command(flatten)]
+        source: ConfigSource,
+        /// Print the result as JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Print the effective config and where each value comes from
-    Print(ConfigSource),
+    Print {
+        #[command(flatten)]
+        source: ConfigSource,
+        /// Print the values as JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Print the JSON Schema of config files
     Schema,
     /// Compare a config with a running cluster: exits 0 without differences, 1 with some
@@ -27,11 +41,24 @@ pub(super) enum ConfigCommand {
 /// Runs the command.
 pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
     match command {
-        ConfigCommand::Check(args) => {
-            let loaded = args.load()?;
+        ConfigCommand::Check {
+            source,
+            json: false,
+        } => {
+            let loaded = source.load()?;
             terminal::print(format_args!("{}: ok", loaded.file))?;
         }
-        ConfigCommand::Print(args) => terminal::print(print(&args.load()?).trim_end())?,
+        ConfigCommand::Check { source, json: true } => return check(source),
+        ConfigCommand::Print {
+            source,
+            json: false,
+        } => {
+            terminal::print(print(&source.load()?).trim_end())?;
+        }
+        ConfigCommand::Print { source, json: true } => {
+            let loaded = source.load()?;
+            print_json(&json!({ "file": loaded.file, "values": loaded.values }))?;
+        }
         ConfigCommand::Schema => terminal::print(serde_json::to_string_pretty(&schema())?)?,
         ConfigCommand::Diff(args) => {
             return super::block_on(async { Ok(settings::diff(args).await) });
@@ -39,4 +66,17 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
         ConfigCommand::Apply(args) => return super::block_on(settings::apply(args)),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Checks a config for a program: what was found is the result, not an error.
+fn check(source: ConfigSource) -> anyhow::Result<ExitCode> {
+    let error = match source.load() {
+        Ok(loaded) => return print_json(&json!({ "file": loaded.file, "faults": [] })),
+        Err(error) => error,
+    };
+    let Some(errors) = error.downcast_ref::<ConfigErrors>() else {
+        return Err(error);
+    };
+    print_json(&json!({ "file": errors.file, "faults": super::faults(errors) }))?;
+    Ok(ExitCode::from(2))
 }

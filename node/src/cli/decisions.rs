@@ -5,7 +5,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
 use http::{Method, StatusCode};
-use lab::terminal::{self, table};
+use lab::terminal::{self, FittedTable, column};
 use serde_json::Value;
 
 use super::client::{AdminTarget, encoded};
@@ -51,21 +51,21 @@ pub(super) async fn list(args: DecisionsArgs) -> anyhow::Result<ExitCode> {
     if args.json {
         return print_json(&answer);
     }
-    let mut table = table(&[
-        "time",
-        "request",
-        "user",
-        "model",
-        "blocks",
-        "policy",
-        "backend",
-        "reason",
-        "tries",
-        "waited ms",
-        "status",
-        "cached",
-        "ttft ms",
-        "end",
+    let mut table = FittedTable::new(&[
+        column("time").rank(3),
+        column("request"),
+        column("user").rank(2),
+        column("model").rank(5),
+        column("blocks").number().rank(1),
+        column("policy").rank(5),
+        column("backend"),
+        column("reason").rank(4),
+        column("tries").number().rank(5),
+        column("waited ms").number().rank(4),
+        column("status").number(),
+        column("cached").number().rank(4),
+        column("ttft ms").number().rank(3),
+        column("end").rank(2),
     ]);
     let decisions = answer["decisions"].as_array();
     for request in decisions.map_or(&[][..], Vec::as_slice) {
@@ -111,7 +111,7 @@ pub(super) async fn show(
     let path = format!("/admin/v1/decisions/{}", encoded(id));
     let mut looked = Vec::new();
     for at in targets(target, is_all).await? {
-        let answer = match at.try_send(Method::GET, &path).await {
+        let answer = match at.ask(Method::GET, &path, None).await {
             Ok(answer) => answer,
             // With others to ask, one that is down hides nothing.
             Err(error) if is_all => {
@@ -153,7 +153,8 @@ async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result<Vec<AdminT
     if let Some(members) = cluster["members"].as_object() {
         let others = members.iter().filter(|(id, _)| **id != own);
         let urls = others.filter_map(|(_, member)| member["labels"]["admin"].as_str());
-        targets.extend(urls.filter_map(|url| AdminTarget::at(url).ok()));
+        let others: Vec<_> = urls.filter_map(|url| targets[0].at(url).ok()).collect();
+        targets.extend(others);
     }
     Ok(targets)
 }
@@ -205,20 +206,19 @@ pub(super) fn shown(answer: &Value) -> String {
 fn attempt(number: usize, decision: &Value) -> [String; 5] {
     let outcome = &decision["outcome"];
     let usage = &outcome["usage"];
-    let heads = [
-        "backend",
-        "verdict",
-        "matched",
-        "running",
-        "prefill",
-        "engine queue",
-        "kv permille",
-        "free",
-        "tier",
-        "score",
-        "then",
-    ];
-    let mut table = table(&heads);
+    let mut table = FittedTable::new(&[
+        column("backend"),
+        column("verdict"),
+        column("matched").number(),
+        column("running").number().rank(1),
+        column("prefill").number().rank(2),
+        column("engine queue").number().rank(2),
+        column("kv permille").number().rank(3),
+        column("free").number().rank(4),
+        column("tier").number().rank(4),
+        column("score").number(),
+        column("then").number().rank(4),
+    ]);
     for backend in decision["backends"]
         .as_array()
         .map_or(&[][..], Vec::as_slice)
@@ -281,7 +281,7 @@ fn ended(end: &Value) -> String {
 }
 
 /// Unix milliseconds as a time of day.
-fn time(ms: &Value) -> String {
+pub(super) fn time(ms: &Value) -> String {
     let at = ms.as_u64().map(Duration::from_millis);
     let at = at.and_then(|since| UNIX_EPOCH.checked_add(since));
     at.map_or_else(

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use http::Method;
-use lab::terminal::{self, table};
+use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 
 use super::client::AdminTarget;
@@ -198,20 +198,19 @@ fn facts(answer: &Value) -> Vec<String> {
 
 /// An explanation as text.
 pub(super) fn text(answer: &Value) -> String {
-    let heads = [
-        "backend",
-        "verdict",
-        "matched",
-        "(applied)",
-        "running",
-        "(here)",
-        "waiting",
-        "prefill",
-        "engine queue",
-        "kv permille",
-        "score",
-    ];
-    let mut table = table(&heads);
+    let mut table = FittedTable::new(&[
+        column("backend"),
+        column("verdict"),
+        column("matched").number(),
+        column("(applied)").number().rank(4),
+        column("running").number().rank(1),
+        column("(here)").number().rank(4),
+        column("waiting").number().rank(3),
+        column("prefill").number().rank(2),
+        column("engine queue").number().rank(2),
+        column("kv permille").number().rank(3),
+        column("score").number(),
+    ]);
     for backend in answer["backends"].as_array().map_or(&[][..], Vec::as_slice) {
         let (here, cluster) = (&backend["here"], &backend["cluster"]);
         let cells = [

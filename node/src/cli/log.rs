@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use api::settings::UserLimitsForm;
 use clap::Subcommand;
-use lab::terminal::{self, table};
+use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 use state::RouterState;
 use state::users::UserView;
@@ -215,11 +215,16 @@ fn text(answer: &Value) -> String {
     out.trim_end().to_owned()
 }
 
-fn backends_table(backends: &[Value]) -> comfy_table::Table {
-    let heads = [
-        "backend", "url", "models", "draining", "limit", "owned", "capacity",
-    ];
-    let mut shown = table(&heads);
+fn backends_table(backends: &[Value]) -> FittedTable {
+    let mut shown = FittedTable::new(&[
+        column("backend"),
+        column("url").rank(1),
+        column("models").rank(3),
+        column("draining"),
+        column("limit").number().rank(2),
+        column("owned").number(),
+        column("capacity").number().rank(1),
+    ]);
     for backend in backends.iter().take(SHOWN_MAX) {
         shown.add_row([
             cell(&backend["id"]),
@@ -234,18 +239,17 @@ fn backends_table(backends: &[Value]) -> comfy_table::Table {
     shown
 }
 
-fn users_table(users: &[Value]) -> comfy_table::Table {
-    let heads = [
-        "user",
-        "weight",
-        "counter",
-        "in flight",
-        "waiting",
-        "limits",
-        "requests",
-        "output",
-    ];
-    let mut shown = table(&heads);
+fn users_table(users: &[Value]) -> FittedTable {
+    let mut shown = FittedTable::new(&[
+        column("user"),
+        column("weight").number().rank(2),
+        column("counter").number(),
+        column("in flight").number(),
+        column("waiting").number().rank(1),
+        column("limits").rank(1),
+        column("requests").number().rank(1),
+        column("output").number().rank(3),
+    ]);
     for user in users.iter().take(SHOWN_MAX) {
         let name = match user["name"].as_str() {
             Some("") | None => &user["key"],

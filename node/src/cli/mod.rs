@@ -1,15 +1,21 @@
 //! The command line: names of the commands, and exit codes (0 done, 1 failed, 2 bad usage or
 //! config). Results go to stdout, logs and errors to stderr.
 
+mod backends;
 mod backup;
+mod cert;
 mod client;
 mod cluster;
 mod config;
 mod decisions;
+mod edit;
+mod events;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod log;
+mod man;
+mod policy;
 mod read;
 mod recover;
 mod reload;
@@ -17,27 +23,34 @@ mod serve;
 mod settings;
 mod source;
 mod table;
+mod token;
+mod users;
 
-use std::io::{ErrorKind, IsTerminal};
+use std::io::ErrorKind;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
+use serde_json::{Value, json};
 
 use api::shown::escaped_lines;
-use lab::terminal::print;
+use lab::terminal::{columns_of, is_coloured, print, show_all_columns};
 
-use crate::config::ConfigErrors;
+use crate::config::{ConfigErrors, Place};
+use crate::json_client::AnswerError;
 use crate::{descriptors, telemetry};
 
 /// A replicated router for LLM inference fleets.
 #[derive(Debug, Parser)]
 #[command(
     name = "quorate",
-    version,
+    version = crate::VERSION,
     propagate_version = true,
     max_term_width = 100
 )]
 pub struct Cli {
+    /// Show all columns of tables, however narrow the terminal
+    #[arg(long, global = true)]
+    wide: bool,
     #[command(subcommand)]
     command: CliCommand,
 }
@@ -57,16 +70,36 @@ enum CliCommand {
     /// Check or print a config, or compare it with a running cluster
     #[command(subcommand)]
     Config(config::ConfigCommand),
+    /// Make certificates for a cluster
+    #[command(subcommand)]
+    Cert(cert::CertCommand),
     /// Show the cluster as a replica sees it
     Status(read::ReadArgs),
-    /// List backends
+    /// List, add, change, drain or remove backends
+    #[command(subcommand)]
+    Backend(backends::BackendCommand),
+    /// List backends: short for `backend list`
     Backends(read::ReadArgs),
-    /// List users
+    /// List users, set their weights and limits, or delete them
+    #[command(subcommand)]
+    User(users::UserCommand),
+    /// List users: short for `user list`
     Users(read::ReadArgs),
+    /// Show or replace the routing policy
+    #[command(subcommand)]
+    Policy(policy::PolicyCommand),
+    /// Show or change what routing follows beside the policy
+    #[command(subcommand)]
+    Routing(policy::SettingsCommand),
+    /// Show or change how requests are admitted: order, queue, limits
+    #[command(subcommand)]
+    Admission(policy::SettingsCommand),
     /// Show where a request would go or went, and why
     Explain(explain::ExplainArgs),
     /// List the last decisions of a replica
     Decisions(decisions::DecisionsArgs),
+    /// Follow what changes in the cluster
+    Events(read::ReadArgs),
     /// Add, promote or remove cluster members
     #[command(subcommand)]
     Member(cluster::MemberCommand),
@@ -83,23 +116,35 @@ enum CliCommand {
     Log(log::LogCommand),
     /// Set a damaged store aside so that the replica can rejoin under a new id
     Recover(recover::RecoverArgs),
+    /// Make tokens for the admin API
+    #[command(subcommand)]
+    Token(token::TokenCommand),
     /// Print a shell completion script
     Completions {
         /// Shell to complete for
         shell: clap_complete::Shell,
     },
-    /// Print the manual page in roff
-    Man,
+    /// Print a manual page in roff, or write those of all commands
+    Man(man::ManArgs),
 }
+
+/// Log of `quorate dev`: what went wrong here, but nothing of libraries. That a replica is in no
+/// cluster yet is normal while all of them start.
+const DEV_LOG: &str = "warn,raft=error,openraft=off,sled=off,h2=off,hyper=off,tonic=off";
 
 /// Runs the command with which this process was started.
 #[must_use]
 pub fn main() -> ExitCode {
-    match run(Cli::parse()) {
+    let matches = Cli::command().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    if cli.wide {
+        show_all_columns();
+    }
+    match run(cli) {
         Ok(code) => code,
         Err(error) if is_reader_gone(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            report(&error);
+            report(&error, is_json(&matches));
             if error.is::<ConfigErrors>() || error.is::<lab::simulate::SimulateArgsError>() {
                 ExitCode::from(2)
             } else {
@@ -112,19 +157,16 @@ pub fn main() -> ExitCode {
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     match cli.command {
         CliCommand::Config(command) => config::run(command),
+        CliCommand::Cert(command) => cert::run(command),
         CliCommand::Recover(args) => recover::run(args),
+        CliCommand::Token(command) => token::run(command),
         CliCommand::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "quorate", &mut script);
             print(String::from_utf8_lossy(&script))?;
             Ok(ExitCode::SUCCESS)
         }
-        CliCommand::Man => {
-            let mut page = Vec::new();
-            clap_mangen::Man::new(Cli::command()).render(&mut page)?;
-            print(String::from_utf8_lossy(&page))?;
-            Ok(ExitCode::SUCCESS)
-        }
+        CliCommand::Man(args) => man::run(args, Cli::command()),
         CliCommand::Serve(args) => serve::run(args),
         CliCommand::Replay(args) => {
             // The temporary clusters of a comparison have little to log about it.
@@ -135,7 +177,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         }
         CliCommand::Simulate(args) => lab::simulate::run(&args),
         CliCommand::Dev(args) => {
-            telemetry::init_for_command("warn,raft::replica::change=error")?;
+            telemetry::init_for_command(DEV_LOG)?;
             descriptors::raise();
             block_on(crate::dev::run(args))
         }
@@ -145,8 +187,14 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             block_on(lab::engine::run(args))
         }
         CliCommand::Status(args) => block_on(read::status(args)),
-        CliCommand::Backends(args) => block_on(read::backends(args)),
-        CliCommand::Users(args) => block_on(read::users(args)),
+        CliCommand::Backend(command) => block_on(backends::run(command)),
+        CliCommand::Backends(args) => block_on(backends::list(args)),
+        CliCommand::User(command) => block_on(users::run(command)),
+        CliCommand::Users(args) => block_on(users::list(args)),
+        CliCommand::Policy(command) => block_on(policy::policy(command)),
+        CliCommand::Routing(command) => block_on(policy::settings("routing", command)),
+        CliCommand::Admission(command) => block_on(policy::settings("admission", command)),
+        CliCommand::Events(args) => block_on(events::run(args)),
         CliCommand::Explain(args) => block_on(explain::run(args)),
         CliCommand::Decisions(args) => block_on(decisions::list(args)),
         CliCommand::Log(command) => block_on(log::run(command)),
@@ -172,11 +220,66 @@ fn is_reader_gone(error: &anyhow::Error) -> bool {
     io.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
 }
 
-fn report(error: &anyhow::Error) {
-    match error.downcast_ref::<ConfigErrors>() {
-        Some(errors) => eprint!("{}", errors.render(std::io::stderr().is_terminal())),
-        None => eprintln!("{}", escaped_lines(&format!("error: {error:#}"))),
+/// Whether the command that was given prints JSON.
+fn is_json(matches: &ArgMatches) -> bool {
+    match matches.subcommand() {
+        Some((_, of_command)) => is_json(of_command),
+        None => matches!(matches.try_get_one::<bool>("json"), Ok(Some(true))),
     }
+}
+
+/// Tells why a command failed, once: in words, or as JSON on one line.
+fn report(error: &anyhow::Error, is_json: bool) {
+    match error.downcast_ref::<ConfigErrors>() {
+        _ if is_json => eprintln!("{}", read::shown(&error_json(error).to_string())),
+        Some(errors) => {
+            let stderr = std::io::stderr();
+            eprint!("{}", errors.render(is_coloured(&stderr), columns_of(&stderr)));
+        }
+        None => eprintln!("{}", escaped_lines(&format!("error: {}", told(error)))),
+    }
+}
+
+fn error_json(error: &anyhow::Error) -> Value {
+    if let Some(errors) = error.downcast_ref::<ConfigErrors>() {
+        let file = &errors.file;
+        return json!({ "error": format!("{file} has faults"), "faults": faults(errors) });
+    }
+    let mut out = json!({ "error": told(error) });
+    if let Some(answer) = error.downcast_ref::<AnswerError>() {
+        out["status"] = json!(answer.status.as_u16());
+        out["problem"] = answer.problem.clone();
+    }
+    out
+}
+
+/// The faults of a config as JSON.
+fn faults(errors: &ConfigErrors) -> Value {
+    let fault = |error: &crate::config::ConfigError| {
+        let place = match &error.place {
+            Place::File(span) => json!(errors.line(span.start)),
+            Place::Variable(name) => json!(name),
+            Place::Flag(flag) => json!(format!("--set {flag}")),
+            Place::Backend(url) => json!(format!("--backend {url}")),
+            Place::Nowhere => Value::Null,
+        };
+        json!({ "message": error.message, "expected": error.expected, "place": place })
+    };
+    errors.errors.iter().map(fault).collect()
+}
+
+/// An error with its causes. Some errors name their cause themselves; it is told once.
+fn told(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        if text.is_empty() {
+            text = cause;
+        } else if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }
 
 #[cfg(test)]
@@ -186,5 +289,14 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let full = || std::io::Error::other("no space left");
+        let error = anyhow::Error::from(full()).context("open store: no space left");
+        assert_eq!(told(&error), "open store: no space left");
+        let error = anyhow::Error::from(full()).context("open store");
+        assert_eq!(told(&error), "open store: no space left");
     }
 }

@@ -1,9 +1,9 @@
-//! `quorate status`, `backends`, `users`: what a replica knows, as a table or as JSON.
+//! `quorate status`, and what all commands share that show what a replica knows.
 
 use std::process::ExitCode;
 
-use api::shown::is_obeyed;
-use lab::terminal::{self, table};
+use api::shown::{escaped, is_obeyed};
+use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 
 use super::client::AdminTarget;
@@ -13,10 +13,10 @@ use super::table::cell;
 #[derive(Debug, clap::Args)]
 pub(super) struct ReadArgs {
     #[command(flatten)]
-    target: AdminTarget,
+    pub(super) target: AdminTarget,
     /// Print the answer as JSON
     #[arg(long)]
-    json: bool,
+    pub(super) json: bool,
 }
 
 /// Runs `quorate status`. A replica that is not ready is shown, too, and makes the command fail.
@@ -37,7 +37,9 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let reasons = readiness["reasons"].as_array().into_iter().flatten();
     // The table says more of the peers.
     let reasons = reasons.filter(|it| found.is_none() || !is_of_peer(it));
+    let warnings = readiness["warnings"].as_array().into_iter().flatten();
     let reasons: Vec<String> = reasons
+        .chain(warnings)
         .map(|reason| format!("\n         {}", cell(reason)))
         .collect();
     let hashing = match cluster["hashes_keyed"].as_bool() {
@@ -74,8 +76,17 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
             cell(&digest["index"])
         ),
     ];
-    let table = found.map_or_else(|| members(&cluster), |found| peers(found));
-    terminal::print(format_args!("{}\n\n{table}", lines.join("\n")))?;
+    let has_members = cluster["members"]
+        .as_object()
+        .is_some_and(|it| !it.is_empty());
+    let members = has_members.then(|| members(&cluster));
+    let tables = members.into_iter().chain(found.map(|found| peers(found)));
+    let tables: Vec<_> = tables.map(|table| table.to_string()).collect();
+    terminal::print(format_args!(
+        "{}\n\n{}",
+        lines.join("\n"),
+        tables.join("\n\n")
+    ))?;
     Ok(code)
 }
 
@@ -84,29 +95,29 @@ fn is_of_peer(reason: &Value) -> bool {
     reason.as_str().is_some_and(|it| it.starts_with("peer "))
 }
 
-/// What a replica that is in no cluster found at the addresses of its config.
-fn peers(found: &[Value]) -> comfy_table::Table {
-    let mut table = table(&["peer", "found", "detail"]);
+/// What a replica without a quorum found where it expects its peers.
+fn peers(found: &[Value]) -> FittedTable {
+    let columns = [column("peer"), column("found"), column("detail").prose()];
+    let mut table = FittedTable::new(&columns);
     for peer in found {
         table.add_row([&peer["address"], &peer["state"], &peer["detail"]].map(cell));
     }
     table
 }
 
-pub(super) fn members(cluster: &Value) -> comfy_table::Table {
-    let heads = [
-        "replica",
-        "role",
-        "vote",
-        "connected",
-        "lag",
-        "clock skew ms",
-        "peer",
-        "data",
-        "admin",
-        "version",
-    ];
-    let mut table = table(&heads);
+pub(super) fn members(cluster: &Value) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("replica"),
+        column("role"),
+        column("vote"),
+        column("connected"),
+        column("lag").number(),
+        column("clock skew ms").number().rank(4),
+        column("peer").rank(2),
+        column("data").rank(1),
+        column("admin").rank(1),
+        column("version").rank(3),
+    ]);
     let empty = serde_json::Map::new();
     for (id, member) in cluster["members"].as_object().unwrap_or(&empty) {
         let role = if cell(&cluster["leader"]) == *id {
@@ -131,103 +142,6 @@ pub(super) fn members(cluster: &Value) -> comfy_table::Table {
     table
 }
 
-/// Runs `quorate backends`.
-pub(super) async fn backends(args: ReadArgs) -> anyhow::Result<ExitCode> {
-    let backends = args.target.list("/admin/v1/backends", "backends").await?;
-    if args.json {
-        return print_json(&Value::Array(backends));
-    }
-    let mut table = table(&[
-        "backend",
-        "state",
-        "url",
-        "models",
-        "in flight",
-        "(here)",
-        "limit",
-        "waiting",
-        "kv use",
-        "owned",
-        "capacity",
-        "us/token",
-        "off",
-        "detail",
-    ]);
-    for backend in backends {
-        let served = match &backend["facts"]["models"] {
-            Value::Null => &backend["models"],
-            asked => asked,
-        };
-        table.add_row([
-            cell(&backend["id"]),
-            cell(&backend["state"]["name"]),
-            cell(&backend["url"]),
-            cell(served),
-            cell(&backend["in_flight"]["cluster"]),
-            cell(&backend["in_flight"]["here"]),
-            cell(&backend["service"]["limit"]),
-            cell(&backend["engine"]["waiting"]),
-            per_cent(&backend["engine"]["kv_usage_permille"]),
-            cell(&backend["owned_blocks"]),
-            cell(&backend["capacity"]["blocks"]),
-            thousandths(&backend["service"]["learnt"]["prefill_ns_per_token"]),
-            per_cent(&backend["service"]["accuracy"]["error_permille"]),
-            match &backend["circuit"]["is_open"] {
-                Value::Bool(true) => "its circuit is open".to_owned(),
-                _ => cell(&backend["state"]["detail"]),
-            },
-        ]);
-    }
-    terminal::print(table)?;
-    Ok(ExitCode::SUCCESS)
-}
-
-/// Runs `quorate users`, sorted by usage, highest first.
-pub(super) async fn users(args: ReadArgs) -> anyhow::Result<ExitCode> {
-    let mut users = args.target.list("/admin/v1/users", "users").await?;
-    users.sort_by_key(|user| std::cmp::Reverse(user["counter_milli_tokens"].as_u64()));
-    if args.json {
-        return print_json(&Value::Array(users));
-    }
-    let mut table = table(&[
-        "user",
-        "weight",
-        "counter",
-        "in flight",
-        "waiting",
-        "limits",
-        "requests",
-        "input",
-        "cached",
-        "output",
-        "input 5m",
-        "output 5m",
-    ]);
-    for user in &users {
-        let (total, window) = (&user["total"], &user["window"]);
-        let name = match user["name"].as_str() {
-            Some(name) if !name.is_empty() => cell(&user["name"]),
-            _ => cell(&user["key"]),
-        };
-        table.add_row([
-            name,
-            thousandths(&user["weight_milli"]),
-            thousandths(&user["counter_milli_tokens"]),
-            cell(&user["in_flight"]),
-            cell(&user["waiting"]["cluster"]),
-            limits(user),
-            cell(&total["requests"]),
-            cell(&total["input_uncached"]),
-            cell(&total["input_cached"]),
-            cell(&total["output"]),
-            cell(&window["input_uncached"]),
-            cell(&window["output"]),
-        ]);
-    }
-    terminal::print(table)?;
-    Ok(ExitCode::SUCCESS)
-}
-
 /// Returns the remainder of a user's effective limits, `-` if there are none.
 pub(super) fn limits(user: &Value) -> String {
     let left = &user["left"];
@@ -245,6 +159,32 @@ pub(super) fn limits(user: &Value) -> String {
         "-".to_owned()
     } else {
         shown.join(", ")
+    }
+}
+
+/// Lists the fields of an answer, one per line; those of objects within as `object.field`.
+pub(super) fn details(answer: &Value) -> String {
+    let mut lines = Vec::new();
+    fields("", answer, &mut lines);
+    let width = lines.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    let lines = lines
+        .iter()
+        .map(|(name, value)| format!("{name:width$}  {value}"));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+fn fields(prefix: &str, value: &Value, lines: &mut Vec<(String, String)>) {
+    let Value::Object(object) = value else {
+        lines.push((prefix.to_owned(), cell(value)));
+        return;
+    };
+    for (name, value) in object {
+        let name = escaped(name);
+        let path = match prefix {
+            "" => name.into_owned(),
+            prefix => format!("{prefix}.{name}"),
+        };
+        fields(&path, value, lines);
     }
 }
 
@@ -267,7 +207,7 @@ pub(super) fn thousandths(value: &Value) -> String {
 }
 
 /// Escapes, in JSON form, every character that a terminal would interpret.
-fn shown(json: &str) -> String {
+pub(super) fn shown(json: &str) -> String {
     let escape = |c: char| {
         let mut units = [0; 2];
         let units = c.encode_utf16(&mut units).iter();
@@ -302,6 +242,19 @@ mod tests {
         let shown = shown(&text);
         assert!(!shown.contains(|c| is_obeyed(c) && c != '\n'), "{shown}");
         assert_eq!(serde_json::from_str::<Value>(&shown).unwrap(), hostile);
+    }
+
+    #[test]
+    fn details_name_each_value_by_its_path() {
+        let answer =
+            json!({ "id": "a", "state": { "name": "healthy", "detail": null }, "n": [1, 2] });
+        let lines = [
+            "id            a",
+            "state.name    healthy",
+            "state.detail  -",
+            "n             1, 2",
+        ];
+        assert_eq!(details(&answer), lines.join("\n"));
     }
 
     #[test]

@@ -5,7 +5,9 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use lab::terminal;
+use serde_json::json;
 
+use super::read::print_json;
 use super::source::ConfigSource;
 
 /// `quorate recover`.
@@ -13,6 +15,9 @@ use super::source::ConfigSource;
 pub(super) struct RecoverArgs {
     #[command(flatten)]
     config: ConfigSource,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
 
 /// Sets the store aside and prints the next steps.
@@ -21,6 +26,9 @@ pub(super) fn run(args: RecoverArgs) -> anyhow::Result<ExitCode> {
     let data_dir = &config.node.data_dir;
     let aside = raft::set_store_aside(data_dir)
         .with_context(|| format!("set the store below {} aside", data_dir.display()))?;
+    if args.json {
+        return print_json(&json!({ "id": config.node.id.0, "store": data_dir, "aside": aside }));
+    }
     let Some(aside) = aside else {
         terminal::print(format_args!(
             "no store below {}, nothing to do",

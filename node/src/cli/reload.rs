@@ -3,16 +3,19 @@
 
 use std::collections::BTreeMap;
 
+use api::admin::AdminTokens;
 use api::backends::EngineKeys;
 use api::proxy::ApiKeys;
 use api::settings::{FileSettings, LocalSetting, SettingKey, SharedFileSettings};
+use api::tls::CertificateWatch;
 use serde_json::Value;
 use tokio::signal::unix::{Signal, SignalKind};
 
 use super::source::ConfigSource;
-use crate::app::read_api_keys;
+use crate::app::{ReloadHandle, read_admin_tokens, read_api_keys};
 use crate::config::{Config, ConfigErrors, Place};
 use crate::telemetry::LogLevel;
+use crate::{descriptors, memory};
 
 /// What a change of a setting comes to while a replica runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,9 +44,14 @@ pub(super) struct ConfigReload {
     backends: Vec<String>,
     level: LogLevel,
     api_keys: Option<ApiKeys>,
+    admin_tokens: Option<AdminTokens>,
     engine_keys: EngineKeys,
+    replica: ReloadHandle,
+    /// What is in effect of it, less what needs a restart.
+    running: Config,
     /// As the admin API shows it: what is in effect here, and what the config states for clusters.
     file: SharedFileSettings,
+    certificates: CertificateWatch,
 }
 
 impl ConfigReload {
@@ -52,15 +60,27 @@ impl ConfigReload {
         (source, backends): (ConfigSource, Vec<String>),
         config: &Config,
         level: LogLevel,
-        file: SharedFileSettings,
+        (file, replica): (SharedFileSettings, ReloadHandle),
     ) -> Self {
         Self {
             source,
             backends,
             level,
             api_keys: config.api_keys.clone(),
+            admin_tokens: config.admin_tokens.clone(),
             engine_keys: config.engine_keys.clone(),
+            replica,
+            running: config.clone(),
             file,
+            certificates: CertificateWatch::default(),
+        }
+    }
+
+    /// Reads these again with the config.
+    pub(super) fn with_certificates(self, certificates: CertificateWatch) -> Self {
+        Self {
+            certificates,
+            ..self
         }
     }
 
@@ -78,6 +98,8 @@ impl ConfigReload {
     }
 
     fn take(&mut self, config: &Config) {
+        // Each fault is logged there.
+        self.certificates.reload();
         let running = self.file.now();
         let changes = changes(&running, &config.file);
         for change in &changes {
@@ -98,10 +120,34 @@ impl ConfigReload {
         {
             read_api_keys(file, keys);
         }
+        if let (Some(tokens), Some(file)) = (&self.admin_tokens, &config.admin.tokens_file)
+            && !is_changed("admin.tokens_file")
+        {
+            read_admin_tokens(file, tokens);
+        }
+        self.take_settings(config);
         let count = |effect| changes.iter().filter(|it| it.effect == effect).count();
         let (taken, need_restart) = (count(Effect::Taken), count(Effect::NeedsRestart));
         self.file.replace(in_effect(&running, config, &changes));
         tracing::info!(taken, need_restart, "reloaded the config");
+    }
+}
+
+impl ConfigReload {
+    /// Has the replica go by what can change while it runs, of limits within what the process has.
+    fn take_settings(&mut self, config: &Config) {
+        let (connections, streams) = (
+            self.running.limits.max_connections,
+            self.running.limits.max_streams,
+        );
+        self.running.limits = config.limits.clone();
+        self.running.limits.max_connections = connections;
+        self.running.limits.max_streams = streams;
+        descriptors::fit(&mut self.running.limits, descriptors::limit());
+        memory::fit(&mut self.running.limits, memory::limit());
+        self.running.probes = config.probes.clone();
+        self.running.drain = config.drain.clone();
+        self.replica.take(&self.running);
     }
 }
 
@@ -215,8 +261,11 @@ fn differing(
 fn effect(key: &str) -> Effect {
     let is_engine_key = key.starts_with("backends.") && key.ends_with(".api_key_file");
     match key {
-        "log.level" | "probes.api_key_file" => Effect::Taken,
-        _ if is_engine_key => Effect::Taken,
+        // The room for connections is set up at start, and each connection begins with its streams.
+        "limits.max_connections" | "limits.max_streams" => Effect::NeedsRestart,
+        "log.level" => Effect::Taken,
+        _ if key.starts_with("limits.") || key.starts_with("drain.") => Effect::Taken,
+        _ if key.starts_with("probes.") || is_engine_key => Effect::Taken,
         _ => Effect::NeedsRestart,
     }
 }
@@ -260,6 +309,7 @@ mod tests {
             &[
                 ("log.level", json!("info")),
                 ("limits.max_body", json!("32MiB")),
+                ("limits.max_connections", json!(100)),
                 ("node.id", json!(1)),
                 ("backends.gone.api_key_file", json!("a")),
             ],
@@ -269,6 +319,7 @@ mod tests {
             &[
                 ("log.level", json!("debug")),
                 ("limits.max_body", json!("1MiB")),
+                ("limits.max_connections", json!(200)),
                 ("node.id", json!(1)),
                 ("backends.new.api_key_file", json!("b")),
             ],
@@ -282,13 +333,14 @@ mod tests {
         let expected = [
             ("backends.gone.api_key_file", Effect::Taken),
             ("backends.new.api_key_file", Effect::Taken),
-            ("limits.max_body", Effect::NeedsRestart),
+            ("limits.max_body", Effect::Taken),
+            ("limits.max_connections", Effect::NeedsRestart),
             ("log.level", Effect::Taken),
             ("routing.policy", Effect::ClusterKeeps),
         ];
         assert_eq!(told, expected);
-        assert_eq!(changes[3].before, "info");
-        assert_eq!(changes[3].after, "debug");
+        assert_eq!(changes[4].before, "info");
+        assert_eq!(changes[4].after, "debug");
         assert_eq!(super::changes(&new, &new), []);
     }
 }

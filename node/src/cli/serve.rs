@@ -20,11 +20,17 @@ pub(super) struct ServeArgs {
     /// the id 1
     #[arg(long, value_name = "URL")]
     backend: Vec<String>,
+    /// Start although others can reach a listener that is not protected
+    #[arg(long)]
+    insecure: bool,
 }
 
 /// Runs the replica.
 pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
-    let (source, backends) = (args.config, args.backend);
+    let (mut source, backends) = (args.config, args.backend);
+    if args.insecure {
+        source.set.push("insecure=true".to_owned());
+    }
     let mut config = source.clone().load_with(backends.clone())?.config;
     let level = telemetry::init(&config.log)?;
     descriptors::fit(&mut config.limits, descriptors::raise());
@@ -46,7 +52,9 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         let mut terminations = signal(SignalKind::terminate())?;
         let reloaded = config.clone();
         let app = App::build(config)?;
-        let reload = ConfigReload::new((source, backends), &reloaded, level, app.file_settings());
+        let handles = (app.file_settings(), app.reload_handle());
+        let reload = ConfigReload::new((source, backends), &reloaded, level, handles)
+            .with_certificates(app.certificates());
         tokio::spawn(reload.follow(hangups));
         let running = tokio::spawn(app.run(shutdown.clone()));
         tokio::pin!(running);

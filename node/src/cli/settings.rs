@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use api::settings::{self, Difference, SettingKey, SettingValues};
 use http::Method;
-use lab::terminal::{self, table};
+use lab::terminal::{self, FittedTable, column};
 use serde_json::{Map, Value, json};
 
 use super::client::AdminTarget;
@@ -94,7 +94,12 @@ impl Comparison {
                 self.file, self.index
             ));
         }
-        let mut rows = table(&["key", "file", "cluster"]);
+        let columns = [
+            column("key"),
+            column("file").prose(),
+            column("cluster").prose(),
+        ];
+        let mut rows = FittedTable::new(&columns);
         for it in &self.differences {
             rows.add_row([it.key.to_string(), cell(&it.file), cell(&it.cluster)]);
         }
@@ -125,7 +130,7 @@ pub(super) async fn diff(args: DiffArgs) -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            super::report(&error);
+            super::report(&error, args.json);
             ExitCode::from(2)
         }
     }

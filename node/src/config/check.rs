@@ -1,6 +1,7 @@
 //! Makes a [`Config`] of a file whose values are valid one by one. Checks what involves several keys or
 //! other files.
 
+use api::admin::AdminTokens;
 use api::proxy::ApiKeys;
 use api::settings::FileSettings;
 use state::admission::AdmissionSettings;
@@ -9,8 +10,10 @@ use super::admission::AdmissionConfig;
 use super::file::{ConfigFile, ListenConfig};
 use super::form::{show_duration, values};
 use super::read::Settings;
-use super::traffic::{CircuitConfig, UsersConfig};
-use super::{Config, cluster, engines, key_file, models, requests, routing};
+use super::traffic::{AdminConfig, CircuitConfig, UsersConfig};
+use super::{
+    Config, certificates, cluster, engines, key_file, models, requests, routing, tokens_file,
+};
 
 /// Checks everything and adds errors to `found`. The config is only usable if there are none.
 pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
@@ -18,22 +21,29 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     circuit(&file.circuit, found);
     let formation = cluster::formation(&file.cluster, found);
     let secret = cluster::secret(&file.cluster, found);
+    certificates::check(&file, found);
     let api_keys = api_keys(&file.users, found);
+    let admin_tokens = admin_tokens(&file.admin, found);
+    exposure(&file, found);
     let rules = requests::rules(&file, found);
     engines::check_probes(&file.probes, found);
     let models = models::models(&file.models, found);
     let backends = engines::backends(&file, &models, found);
     let engine_keys = engines::keys(&file, found);
+    let server_names = engines::server_names(&file, found);
     let admission = admission(&file.admission, found);
     let policies = file.routing.policies.clone().policies();
     routing::check_policies(&policies, found);
     Config {
+        insecure: file.insecure,
         formation,
         secret,
         models,
         backends,
         engine_keys,
+        server_names,
         api_keys,
+        admin_tokens,
         admission,
         secret_files: engines::secret_files(&file),
         policy: routing::named(&policies, &file.routing.policy),
@@ -53,6 +63,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         node: file.node,
         listen: file.listen,
         cluster: file.cluster,
+        tls: file.tls,
         admin: file.admin,
         cors: file.cors,
         users: file.users,
@@ -118,6 +129,51 @@ fn api_keys(users: &UsersConfig, found: &mut Settings) -> Option<ApiKeys> {
             let path = "users.api_keys_file";
             found.refuse(path, format!("{path}: {why}"), "a file with one key a line");
             None
+        }
+    }
+}
+
+fn admin_tokens(admin: &AdminConfig, found: &mut Settings) -> Option<AdminTokens> {
+    match tokens_file::read(admin.tokens_file.as_deref()?) {
+        Ok(entries) => {
+            let tokens = AdminTokens::default();
+            tokens.replace(entries);
+            Some(tokens)
+        }
+        Err(why) => {
+            let path = "admin.tokens_file";
+            let expected = "a file with a token a line, as `quorate token create` prints it";
+            found.refuse(path, format!("{path}: {why}"), expected);
+            None
+        }
+    }
+}
+
+/// Refuses listeners that others can reach and that are not protected.
+fn exposure(file: &ConfigFile, found: &mut Settings) {
+    let has_operators = file.admin.tokens_file.is_some();
+    let has_peers = file.cluster.secret_file.is_some() || file.tls.peer.cert_file.is_some();
+    for (path, address, is_protected, lacking, expected) in [
+        (
+            "listen.admin",
+            *file.listen.admin,
+            has_operators,
+            "admin.tokens_file is not set",
+            "admin.tokens_file, an address on loopback, or insecure = true",
+        ),
+        (
+            "listen.peer",
+            *file.listen.peer,
+            has_peers,
+            "neither tls.peer nor cluster.secret_file is set",
+            "[tls.peer], cluster.secret_file, an address on loopback, or insecure = true",
+        ),
+    ] {
+        let is_reached = !address.ip().to_canonical().is_loopback();
+        let is_sound = found.is_sound(path) && found.is_sound("insecure");
+        if is_reached && !is_protected && !file.insecure && is_sound {
+            let message = format!("{path} is {address}, which others can reach, and {lacking}");
+            found.refuse(path, message, expected);
         }
     }
 }

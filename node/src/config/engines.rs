@@ -1,5 +1,6 @@
 //! `[[backends]]` and `[probes]`: the engines and their API keys.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -47,6 +48,24 @@ pub(super) fn keys(file: &ConfigFile, found: &mut Settings) -> EngineKeys {
         }
     }
     keys
+}
+
+/// Returns the names in the certificates of engines, by URL.
+pub(super) fn server_names(file: &ConfigFile, found: &mut Settings) -> BTreeMap<String, String> {
+    let mut names = BTreeMap::new();
+    for (nth, backend) in file.backends.iter().enumerate() {
+        let Some(name) = &backend.server_name else {
+            continue;
+        };
+        if !backend.url.starts_with("https://") {
+            let path = format!("backends[{nth}].server_name");
+            let message = format!("{path} is set, and its url is {}", *backend.url);
+            found.refuse(&path, message, "a url that begins with https://");
+        }
+        let name = name.trim_start_matches('[').trim_end_matches(']');
+        names.insert(backend.url.0.clone(), name.to_owned());
+    }
+    names
 }
 
 /// Returns all files that contain keys.

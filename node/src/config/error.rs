@@ -6,6 +6,9 @@ use std::ops::Range;
 
 use miette::{GraphicalReportHandler, GraphicalTheme, LabeledSpan, MietteDiagnostic, NamedSource};
 
+/// Width beyond which text is hard to read.
+const COLUMNS_MAX: usize = 100;
+
 /// One error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
@@ -56,16 +59,18 @@ impl ConfigErrors {
         Self { file, text, errors }
     }
 
-    /// Renders all errors for people, each with its line.
+    /// Renders all errors for people, each with its line, for a screen of so many columns. `None`: for
+    /// a file or another program, each message on a line of its own, whatever its length.
     #[must_use]
-    pub fn render(&self, is_coloured: bool) -> String {
+    pub fn render(&self, is_coloured: bool, columns: Option<usize>) -> String {
         let theme = if is_coloured {
             GraphicalTheme::unicode()
         } else {
             GraphicalTheme::unicode_nocolor()
         };
         let handler = GraphicalReportHandler::new_themed(theme)
-            .with_width(100)
+            .with_width(columns.map_or(COLUMNS_MAX, |columns| columns.min(COLUMNS_MAX)))
+            .with_wrap_lines(columns.is_some())
             .with_links(false);
         let mut out = String::new();
         for error in &self.errors {
@@ -113,7 +118,7 @@ impl ConfigErrors {
 
 impl fmt::Display for ConfigErrors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.render(false))
+        f.write_str(&self.render(false, None))
     }
 }
 

@@ -18,6 +18,7 @@ use super::form::{
     Address, ClusterName, EngineUrl, Host, HostPort, Parsed, Size, Span, SpanRange, TokenizerName,
     ms,
 };
+use super::tls::TlsConfig;
 use super::traffic::{
     AdminConfig, CircuitConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig,
     RequestsConfig, RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
@@ -27,6 +28,11 @@ use super::traffic::{
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ConfigFile {
+    /// Start although a listener that others can reach is not protected: `listen.admin` off loopback
+    /// without `admin.tokens_file`, or `listen.peer` without `[tls.peer]` or `cluster.secret_file`.
+    /// The log, `/readyz`, `quorate status` and the metric `quorate_insecure` then say so. The same
+    /// as `quorate serve --insecure`.
+    pub insecure: bool,
     /// Identity and storage of this replica.
     pub node: NodeConfig,
     /// Listeners.
@@ -35,6 +41,8 @@ pub struct ConfigFile {
     pub cluster: ClusterConfig,
     /// Routing policy and its settings.
     pub routing: RoutingConfig,
+    /// Certificates.
+    pub tls: TlsConfig,
     /// Queueing and fairness.
     pub admission: AdmissionConfig,
     /// Admin listener.
@@ -207,8 +215,9 @@ pub struct BackendConfig {
     /// registered at every start, unless they were removed through the admin API; what a known one
     /// has otherwise is told (`quorate config diff`), not changed.
     pub id: String,
-    /// Address of the engine: `http://host:port`, with a path prefix if its API is below one. The
-    /// port is 80 by default. A host name is looked up again every 30 s.
+    /// Address of the engine: `http://host:port` or `https://host:port`, with a path prefix if its
+    /// API is below one. The port is 80 or 443 by default. A host name is looked up again every
+    /// 30 s.
     pub url: Parsed<EngineUrl>,
     /// Model ids it serves; `*`: those the engine lists.
     #[schemars(length(min = 1))]
@@ -221,6 +230,9 @@ pub struct BackendConfig {
     /// `url`, never to a backend registered elsewhere through the admin API. Default: see
     /// `probes.api_key_file` and `users.api_keys_file`.
     pub api_key_file: Option<PathBuf>,
+    /// Name that the engine's certificate must be for. It is of this replica, for this `url`.
+    /// Default: the host of the URL.
+    pub server_name: Option<Parsed<Host>>,
     /// Capacity of its cache in blocks. Default: reported by the engine.
     #[schemars(range(min = 1))]
     pub capacity_blocks: Option<u32>,

@@ -106,8 +106,8 @@ api::forms! {
     }
     /// URL of an engine.
     EngineUrl: String = "engine-url" {
-        pattern: "^http://[^/]+(/.*)?$",
-        expected: "a URL, such as \"http://10.0.1.1:8000\" or \"http://gpu-1/prefix\"; https is not supported yet",
+        pattern: "^https?://[^/]+(/.*)?$",
+        expected: "a URL, such as \"http://10.0.1.1:8000\" or \"https://gpu-1/prefix\"",
         read: |text| BaseUrl::parse(text).ok().map(|url| url.as_str().to_owned()),
         show: String::clone,
     }
@@ -320,14 +320,16 @@ mod tests {
     }
 
     #[test]
-    fn urls_of_engines_are_plain_http() {
+    fn urls_of_engines_are_of_http() {
         assert_eq!(
             EngineUrl::read("http://gpu/").as_deref(),
             Some("http://gpu:80")
         );
         let prefixed = EngineUrl::read("http://a:1/v/m/");
         assert_eq!(prefixed.as_deref(), Some("http://a:1/v/m"));
-        for wrong in ["https://a:1", "http://", "a:1", "http://u@a:1"] {
+        let tls = EngineUrl::read("https://a/v");
+        assert_eq!(tls.as_deref(), Some("https://a:443/v"));
+        for wrong in ["ftp://a:1", "https://", "a:1", "http://u@a:1"] {
             assert_eq!(EngineUrl::read(wrong), None, "{wrong}");
         }
     }

@@ -106,8 +106,7 @@ fn local(values: &Value, places: &BTreeMap<String, Place>) -> BTreeMap<String, L
         }
     };
     for section in sections() {
-        let parts = section.path.split('.');
-        let table = parts.fold(values, |table, part| &table[part]);
+        let table = section.table(values);
         let Value::Array(entries) = table else {
             add(&section, (&section.path, &section.path), table);
             continue;

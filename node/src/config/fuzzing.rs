@@ -42,7 +42,7 @@ pub fn config(bytes: &[u8]) {
         }
         Err(errors) => {
             assert!(!errors.errors.is_empty(), "refused without an error");
-            assert!(!errors.render(true).is_empty());
+            assert!(!errors.render(true, Some(80)).is_empty());
         }
     }
 }

@@ -5,6 +5,7 @@
 //! values a key takes, `read` merges the layers, and `check` validates what involves several keys.
 
 mod admission;
+mod certificates;
 mod check;
 mod cluster;
 mod engines;
@@ -25,12 +26,15 @@ mod routing;
 mod schema;
 #[cfg(test)]
 mod tests;
+mod tls;
+pub(crate) mod tokens_file;
 mod traffic;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use api::admin::AdminTokens;
 use api::backends::{CircuitSettings, EngineKeys};
 use api::prompt::ModelSettings;
 use api::proxy::{ApiKeys, FieldRules, HeaderRules};
@@ -49,6 +53,7 @@ pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig};
 pub(crate) use form::{LogFilter, values};
 pub use print::print;
 pub use schema::schema;
+pub use tls::{BackendsTlsConfig, DataTlsConfig, PeerTlsConfig, TlsConfig};
 pub use traffic::{
     AdminConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, LogFormat, ProbesConfig,
     RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
@@ -57,6 +62,8 @@ pub use traffic::{
 /// The checked configuration of `quorate serve`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
+    /// Whether it may start although others can reach what is not protected.
+    pub insecure: bool,
     /// `[node]`.
     pub node: NodeConfig,
     /// `[listen]`.
@@ -89,10 +96,14 @@ pub struct Config {
     pub fields: FieldRules,
     /// Headers that are removed.
     pub strip_headers: HeaderRules,
+    /// Names in the certificates of engines, by URL, where it is not the host of the URL.
+    pub server_names: BTreeMap<String, String>,
     /// API keys of the engines; never printed.
     pub engine_keys: EngineKeys,
     /// Accepted API keys; `None`: any.
     pub api_keys: Option<ApiKeys>,
+    /// Accepted tokens of operators; `None`: everybody may do everything.
+    pub admin_tokens: Option<AdminTokens>,
     /// Files that contain keys.
     pub secret_files: Vec<PathBuf>,
     /// Admission settings of a new cluster.
@@ -101,6 +112,8 @@ pub struct Config {
     pub codel_target: Duration,
     /// Highest priority that a request can have.
     pub priority_max: i16,
+    /// `[tls]`.
+    pub tls: TlsConfig,
     /// `[admin]`.
     pub admin: AdminConfig,
     /// `[cors]`.
@@ -218,7 +231,7 @@ pub struct Loaded {
     /// Text of the file.
     text: String,
     /// Every value, by section and key.
-    values: Value,
+    pub(crate) values: Value,
     /// Where values that are set come from, by path.
     places: BTreeMap<String, Place>,
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::Loaded;
 use super::error::{Place, line_and_column};
 use super::founding::founds;
-use super::schema::{Section, sections};
+use super::schema::{Section, join, sections};
 
 /// Column of the sources.
 const SOURCE_COLUMN: usize = 56;
@@ -19,9 +19,7 @@ const SOURCE_COLUMN: usize = 56;
 pub fn print(loaded: &Loaded) -> String {
     let mut out = String::new();
     for section in sections() {
-        let parts = section.path.split('.');
-        let table = parts.fold(&loaded.values, |table, part| &table[part]);
-        match table {
+        match section.table(&loaded.values) {
             Value::Array(entries) => {
                 for (nth, entry) in entries.iter().enumerate() {
                     let path = format!("{}[{nth}]", section.path);
@@ -31,7 +29,9 @@ pub fn print(loaded: &Loaded) -> String {
             }
             table => {
                 let gap = if out.is_empty() { "" } else { "\n" };
-                line(&mut out, format_args!("{gap}[{}]", section.path));
+                if !section.path.is_empty() {
+                    line(&mut out, format_args!("{gap}[{}]", section.path));
+                }
                 keys(&mut out, loaded, &section, &section.path, table);
             }
         }
@@ -41,7 +41,7 @@ pub fn print(loaded: &Loaded) -> String {
 
 fn keys(out: &mut String, loaded: &Loaded, section: &Section, path: &str, table: &Value) {
     for (name, _) in &section.keys {
-        let place = loaded.places.get(&format!("{path}.{name}"));
+        let place = loaded.places.get(&join(path, name));
         let value = &table[name.as_str()];
         if place.is_none() && is_none(value) {
             line(out, format_args!("# {name} is not set"));

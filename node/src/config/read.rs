@@ -313,6 +313,9 @@ impl Settings {
         let keys = schema::keys();
         let mut names = keys.iter().map(|(path, _)| variable(path));
         let place = Place::Variable(name.to_owned());
+        if let Some((path, schema)) = keys.iter().find(|(path, _)| variable(path) == name) {
+            return self.overlay(path, schema, text, place);
+        }
         let expected = if !rest.contains("__") {
             // Single underscores are in variables of the command line, such as `QUORATE_ADMIN`, and of
             // orchestrators, such as `QUORATE_PORT`; but it may be a typo.
@@ -323,8 +326,6 @@ impl Settings {
                 }
                 None => return,
             }
-        } else if let Some((path, schema)) = keys.iter().find(|(path, _)| variable(path) == name) {
-            return self.overlay(path, schema, text, place);
         } else if rest.starts_with("MODELS__") || rest.starts_with("BACKENDS__") {
             "lists of tables to stand in the file".to_owned()
         } else {
@@ -414,7 +415,7 @@ impl Settings {
         };
         let (section, name) = path.rsplit_once('.').unwrap_or(("", path));
         let mut table = &mut self.tree;
-        for part in section.split('.') {
+        for part in section.split('.').filter(|part| !part.is_empty()) {
             let below = table.entry(part).or_insert_with(|| json!({}));
             table = below.as_object_mut().expect("sections are tables");
         }
@@ -424,7 +425,7 @@ impl Settings {
 
 /// Returns the id of a backend at `url`: its host, port and prefix, each other letter a `-`.
 fn backend_id(url: &str) -> String {
-    let place = url.strip_prefix("http://").unwrap_or(url);
+    let place = url.split_once("://").map_or(url, |(_, place)| place);
     let id = place.replace(
         |c: char| !c.is_ascii_alphanumeric() && !"._".contains(c),
         "-",

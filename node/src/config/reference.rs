@@ -56,6 +56,7 @@ fn the_reference_says_what_the_structs_say() {
     let mut page = INTRODUCTION.to_owned();
     for section in sections() {
         match section.is_list {
+            false if section.path.is_empty() => writeln!(page, "\n## Outside sections").unwrap(),
             true => writeln!(page, "\n## `[[{}]]`", section.path).unwrap(),
             false => writeln!(page, "\n## `[{}]`", section.path).unwrap(),
         }

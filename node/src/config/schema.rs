@@ -48,7 +48,7 @@ fn remove_formats(schema: &mut Value) {
 
 /// A section, or the entries of a list of tables.
 pub(super) struct Section {
-    /// Path, such as `routing.cost`.
+    /// Path, such as `routing.cost`; empty for keys outside all sections.
     pub(super) path: String,
     /// Whether it is a list of tables.
     pub(super) is_list: bool,
@@ -56,6 +56,14 @@ pub(super) struct Section {
     pub(super) keys: Vec<(&'static String, &'static Value)>,
     /// Names of the keys that must be set.
     pub(super) required: Vec<&'static str>,
+}
+
+impl Section {
+    /// Returns the section's table within all values.
+    pub(super) fn table<'a>(&self, values: &'a Value) -> &'a Value {
+        let parts = self.path.split('.').filter(|part| !part.is_empty());
+        parts.fold(values, |table, part| &table[part])
+    }
 }
 
 /// Returns all sections; a section comes before its subsections.

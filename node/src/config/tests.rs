@@ -45,7 +45,7 @@ fn config(file: &str) -> Config {
 )]
 fn refused(file: &str, expected: Expect) {
     let faults = layers(file, &[], &[]).expect_err("the config must be refused");
-    expected.assert_eq(&faults.render(false));
+    expected.assert_eq(&faults.render(false, Some(100)));
 }
 
 /// The faults without their drawing: `place: message (expected ...)`.
@@ -128,7 +128,7 @@ heartbeat = 50
 
 [[backends]]
 id = "gpu-1"
-url = "https://10.0.1.1:8000"
+url = "ftp://10.0.1.1:8000"
 "#,
         expect![[r#"
               × node.id is 300
@@ -171,12 +171,12 @@ url = "https://10.0.1.1:8000"
                 ·              ╰── expected a duration from 1ms to 1day, such as "20ms" or "1m 30s"
              11 │ 
                 ╰────
-              × backends[0].url is "https://10.0.1.1:8000"
+              × backends[0].url is "ftp://10.0.1.1:8000"
                 ╭─[n1.toml:14:7]
              13 │ id = "gpu-1"
-             14 │ url = "https://10.0.1.1:8000"
-                ·       ───────────┬───────────
-                ·                  ╰── expected a URL, such as "http://10.0.1.1:8000" or "http://gpu-1/prefix"; https is not supported yet
+             14 │ url = "ftp://10.0.1.1:8000"
+                ·       ──────────┬──────────
+                ·                 ╰── expected a URL, such as "http://10.0.1.1:8000" or "https://gpu-1/prefix"
                 ╰────
             n1.toml: 6 faults
         "#]],
@@ -389,6 +389,7 @@ api_keys_file = "/nonexistent/keys"
         expect![[r#"
             6:9: listen.admin is 127.0.0.1:8080, which listen.data has taken (expected a port of its own for each listener)
             7:8: listen.peer is 0.0.0.0:8082 and listen.advertise is not set (expected listen.advertise, the host that other replicas reach this one at)
+            7:8: listen.peer is 0.0.0.0:8082, which others can reach, and neither tls.peer nor cluster.secret_file is set (expected [tls.peer], cluster.secret_file, an address on loopback, or insecure = true)
             9:9: cluster.peers names a:1 twice (expected each replica once)
             10:13: cluster.peers_dns is set beside cluster.peers (expected only one of cluster.peers, cluster.peers_dns and cluster.join)
             11:8: cluster.join is set beside the peers of a new cluster (expected only one of cluster.peers, cluster.peers_dns and cluster.join)
@@ -434,7 +435,7 @@ labels = {{ zone = "{long}" }}
     let shown = brief(&layers(&text, &[], &[]).expect_err("the config must be refused"));
     let shown = shown.replace(&empty.path().display().to_string(), "KEY");
     expect![[r#"
-        2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, cors, drain, limits, listen, log, models, node, probes, requests, retry, routing, timeouts, usage, users)
+        2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, cors, drain, insecure, limits, listen, log, models, node, probes, requests, retry, routing, timeouts, tls, usage, users)
         7:20: cluster.bootstrap_expect is 2, cluster.peers names 4 (expected more than half of the peers, or two clusters could form)
         8:13: cluster.heartbeat is "500000000000y" (expected a duration from 1ms to 1day, such as "20ms" or "1m 30s")
         10:12: probes.interval is 1ms (expected 50ms or more)
@@ -567,7 +568,6 @@ fn the_schema_names_every_key() {
 #[test]
 fn a_secret_is_long_and_others_may_not_read_it() {
     use std::os::unix::fs::PermissionsExt;
-
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("secret");
     let loaded = |content: &str, mode| {

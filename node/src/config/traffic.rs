@@ -19,6 +19,13 @@ use super::form::{
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdminConfig {
+    /// File with the tokens of operators, `name:role:sha256-hex` a line; the roles are `viewer`,
+    /// `operator` and `admin`. `quorate token create` makes a token and its line. Reloaded when it
+    /// changes. Without it everybody who reaches the listener may do everything, which a listener
+    /// off loopback refuses unless `insecure` is set.
+    pub tokens_file: Option<PathBuf>,
+    /// Answer `GET /metrics` without a token.
+    pub metrics_public: bool,
     /// Additional host names of the admin listener. IP addresses, `localhost`, the host of
     /// `listen.advertise` and the machine's name are always accepted; requests to any other name
     /// get a 421 (docs/guide/security.md).

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use api::ports::{Cluster, ClusterStatus};
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
+use http::Method;
 use lab::engine::EngineOptions;
 use lab::replay::ClusterUnderTest;
 use lab::replay::client::ReplayClient;
@@ -19,6 +20,7 @@ use crate::app::{Addresses, App, BoundSockets, ShutdownHandle};
 use crate::config::{
     self, Config, ConfigError, ConfigErrors, Formation, ListenConfig, Origin, Parsed, Place,
 };
+use crate::json_client::JsonClient;
 
 /// Number of replicas: the fewest that tolerate the loss of one.
 const REPLICAS: u8 = 3;
@@ -67,6 +69,8 @@ pub(crate) struct FleetReplica {
 pub(crate) struct Fleet {
     /// Replicas by id, ascending from 1.
     pub(super) replicas: Vec<FleetReplica>,
+    /// Why they are not at the known ports, if they are not although nothing else was asked for.
+    pub(super) moved: Option<String>,
     /// Removed when the fleet has left or could not start.
     _temporary: Option<TemporaryFolder>,
 }
@@ -98,13 +102,14 @@ impl Fleet {
                 (dir.clone(), Some(TemporaryFolder(dir)))
             }
         };
-        let listens = ports(plan.port)?;
+        let (listens, moved) = ports(plan.port)?;
         let peers: Vec<String> = listens
             .iter()
             .map(|(_, addresses)| addresses.peer.to_string())
             .collect();
         let mut fleet = Self {
             replicas: Vec::new(),
+            moved,
             _temporary: temporary,
         };
         for (id, (sockets, addresses)) in (1..).zip(listens) {
@@ -124,7 +129,11 @@ impl Fleet {
             };
             fleet.replicas.push(replica);
         }
-        fleet.come_up(backends).await?;
+        if let Err(error) = fleet.come_up(backends).await {
+            // Before their folder is removed.
+            fleet.leave().await;
+            return Err(error);
+        }
         Ok(fleet)
     }
 
@@ -159,7 +168,9 @@ impl Fleet {
             if models.iter().all(|is_served| *is_served) {
                 return Ok(());
             }
-            wait_on(deadline, "no engine became healthy").await?;
+            if let Err(error) = wait_on(deadline, "no engine became healthy").await {
+                return Err(error.context(self.ailments().await));
+            }
         }
     }
 
@@ -174,6 +185,27 @@ impl Fleet {
             told.extend(reasons.map(|reason| format!("replica {}: {reason}", status.id)));
         }
         told.join("; ")
+    }
+
+    /// Returns what replica 1 says of engines that are not healthy.
+    async fn ailments(&self) -> String {
+        let url = format!(
+            "http://{}/admin/v1/backends",
+            self.replicas[0].addresses.admin
+        );
+        let client = JsonClient::new(Duration::from_secs(5));
+        let answer = client
+            .call(Method::GET, &url, None)
+            .await
+            .unwrap_or_default();
+        let backends = answer["backends"].as_array().into_iter().flatten();
+        let each = backends.map(|backend| {
+            let detail = backend["state"]["detail"]
+                .as_str()
+                .unwrap_or("no answer yet");
+            format!("{}: {detail}", backend["url"].as_str().unwrap_or("-"))
+        });
+        each.collect::<Vec<_>>().join("; ")
     }
 
     /// Returns the first model that replica 1 lists.
@@ -195,16 +227,10 @@ impl Fleet {
             .collect()
     }
 
-    /// Describes what a user can do with the running cluster.
-    pub(super) fn urls(&self) -> String {
-        let mut text = String::from("The cluster is up; ctrl-c ends it.\n");
-        for (id, replica) in (1..).zip(&self.replicas) {
-            let Addresses { data, admin, .. } = replica.addresses;
-            text += &format!("  replica {id}   clients http://{data}/v1   admin http://{admin}/\n");
-        }
-        let admin = self.replicas[0].addresses.admin;
-        text += &format!("Look around: quorate status --admin http://{admin}");
-        text
+    /// Returns the URLs of the admin API, in order of id.
+    pub(super) fn admin_urls(&self) -> Vec<String> {
+        let url = |replica: &FleetReplica| format!("http://{}", replica.addresses.admin);
+        self.replicas.iter().map(url).collect()
     }
 
     /// Stops all replicas at once, because no clients are left, and removes temporary files.
@@ -227,7 +253,7 @@ impl ClusterUnderTest for Fleet {
             settings,
             ..FleetPlan::default()
         };
-        Self::start(plan, backends).await
+        Box::pin(Self::start(plan, backends)).await
     }
 
     fn data_urls(&self) -> Vec<String> {
@@ -248,13 +274,17 @@ pub(super) async fn wait_on(deadline: Instant, complaint: &'static str) -> anyho
     Ok(())
 }
 
+/// Bound sockets with their addresses.
+type Listens = Vec<(BoundSockets, Addresses)>;
+
 /// Binds the sockets of every replica: the known ports, or free ones if these are taken and were
-/// not requested.
-fn ports(port: Option<u16>) -> anyhow::Result<Vec<(BoundSockets, Addresses)>> {
-    let first = port.unwrap_or(FIRST_PORT);
-    match (1..=REPLICAS).map(|id| bind(id, first)).collect() {
-        Err(_) if port.is_none() => (1..=REPLICAS).map(|id| bind(id, 0)).collect(),
-        bound => bound,
+/// not requested; then with what was in the way.
+fn ports(port: Option<u16>) -> anyhow::Result<(Listens, Option<String>)> {
+    let all = |first| (1..=REPLICAS).map(|id| bind(id, first)).collect();
+    match all(port.unwrap_or(FIRST_PORT)) {
+        Err(error) if port.is_none() => Ok((all(0)?, Some(format!("{error:#}")))),
+        Err(error) => Err(error),
+        Ok(bound) => Ok((bound, None)),
     }
 }
 

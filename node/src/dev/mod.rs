@@ -5,6 +5,7 @@
 //! sockets, log and snapshots. Only the engines are emulated, unless real ones are given.
 
 pub(crate) mod fleet;
+mod hints;
 mod outcome;
 
 use std::path::PathBuf;
@@ -12,6 +13,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use api::backends::EngineUrl;
+use api::shown::escaped_lines;
 use lab::engine::events::PublisherFaults;
 use lab::engine::fleet::{Engines, EnginesPlan};
 use lab::replay::chats::{Chats, ChatsOptions};
@@ -21,22 +24,38 @@ use lab::replay::report::LoadReport;
 use lab::replay::speed;
 use lab::replay::targets::Targets;
 use lab::terminal::{self, INTERRUPTED};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use fleet::{Fleet, FleetPlan};
+use hints::DevHints;
 use outcome::DevOutcome;
 
 /// Number of concurrent requests in the load; each is one chat.
 const CHATS: u32 = 48;
+/// Requests of the load on emulated engines.
+const REQUESTS: u64 = 2400;
+/// Requests of the load on real engines, which cost somebody something.
+const REQUESTS_OF_REAL: u64 = 20;
+/// Chats of that load: short prompts, short answers, a few at once.
+const SMALL_CHATS: ChatsOptions = ChatsOptions {
+    users: 2,
+    chats: 4,
+    systems: 1,
+    system_bytes: 512,
+    message_bytes: 64,
+    reply_tokens: 16,
+    turns: 5,
+    seed: 0,
+};
 /// Longest duration of one request of the load.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Run a demo cluster on loopback: three replicas, emulated engines and a load test.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DevArgs {
-    /// Use this engine instead of emulated ones (repeatable). The load test sends it real requests:
-    /// see --requests
-    #[arg(long, value_name = "URL", value_delimiter = ',')]
+    /// Use this engine instead of emulated ones (repeatable). It gets 20 small requests, unless
+    /// --requests says otherwise
+    #[arg(long, value_name = "URL", value_delimiter = ',', value_parser = engine_url)]
     backend: Vec<String>,
     /// Number of emulated engines
     #[arg(long, value_name = "N", default_value_t = 4, conflicts_with = "backend", value_parser = clap::value_parser!(u8).range(1..=64))]
@@ -44,9 +63,10 @@ pub struct DevArgs {
     /// Speed of the emulated engines, relative to a small GPU
     #[arg(long, value_name = "X", default_value_t = 4.0, value_parser = speed)]
     speed: f64,
-    /// Number of requests of the load test; 0 sends none
-    #[arg(long, value_name = "N", default_value_t = 2400)]
-    requests: u64,
+    /// Number of requests of the load test; 0 sends none [default: 2400, for engines of your own
+    /// 20 small ones]
+    #[arg(long, value_name = "N")]
+    requests: Option<u64>,
     /// KV cache blocks of each emulated engine; a small cache evicts a lot
     #[arg(long, value_name = "N", conflicts_with = "backend", value_parser = clap::value_parser!(u32).range(2..=1 << 24))]
     blocks: Option<u32>,
@@ -71,8 +91,8 @@ pub struct DevArgs {
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
     /// First port: replica k serves clients at PORT + 10*(k-1), its admin API one port above and
-    /// its peers two above [default: 8080, or free ports if one of these is taken]
-    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..=65_000))]
+    /// its peers two above; 0 takes free ports [default: 8080, or free ports if one is taken]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(..=65_000))]
     port: Option<u16>,
     /// Keep the replicas' state in this directory, and start from it next time
     #[arg(long, value_name = "DIR")]
@@ -80,6 +100,43 @@ pub struct DevArgs {
     /// Exit after the load test, with 0 only if no request failed and all replicas agree
     #[arg(long)]
     once: bool,
+    /// Print the result of the load test as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// The load to be sent.
+struct DevLoad {
+    requests: u64,
+    /// Whether it spares engines that are not emulated.
+    is_small: bool,
+    chats: ChatsOptions,
+}
+
+impl DevLoad {
+    fn of(args: &DevArgs) -> Self {
+        // Who names a number means it.
+        let is_small = !args.backend.is_empty() && args.requests.is_none();
+        let all = ChatsOptions {
+            chats: CHATS,
+            ..ChatsOptions::default()
+        };
+        Self {
+            requests: match (args.requests, is_small) {
+                (Some(requests), _) => requests,
+                (None, true) => REQUESTS_OF_REAL,
+                (None, false) => REQUESTS,
+            },
+            is_small,
+            chats: if is_small { SMALL_CHATS } else { all },
+        }
+    }
+}
+
+/// Reads the URL of an engine.
+fn engine_url(text: &str) -> Result<String, String> {
+    let url = EngineUrl::parse(text).map_err(|error| error.to_string())?;
+    Ok(url.as_str().to_owned())
 }
 
 /// Starts the cluster, runs the load, prints the table and, without `--once`, keeps the cluster
@@ -88,8 +145,7 @@ pub struct DevArgs {
 /// # Errors
 /// If the cluster does not start or the first replica serves no model.
 pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
-    let mut interrupts = signal(SignalKind::interrupt())?;
-    let mut terminations = signal(SignalKind::terminate())?;
+    let mut signals = EndSignals::new()?;
     let mut told_to_leave = false;
     let engines = Engines::start(EnginesPlan {
         urls: &args.backend,
@@ -108,57 +164,88 @@ pub async fn run(args: DevArgs) -> anyhow::Result<ExitCode> {
     };
     let fleet = tokio::select! {
         fleet = Fleet::start(plan, &engines.specs) => fleet?,
-        _ = interrupts.recv() => return Ok(ExitCode::from(INTERRUPTED)),
-        _ = terminations.recv() => return Ok(ExitCode::from(INTERRUPTED)),
+        () = signals.recv() => return Ok(ExitCode::from(INTERRUPTED)),
     };
+    let hints = DevHints {
+        fleet: &fleet,
+        engines: &engines.specs,
+        model: match &args.model {
+            Some(model) => model.clone(),
+            None => fleet.first_model().await?,
+        },
+    };
+    let load = DevLoad::of(&args);
+    eprintln!(
+        "{}",
+        escaped_lines(&hints.started(&load, !args.backend.is_empty()))
+    );
     let mut code = ExitCode::SUCCESS;
-    if args.requests > 0 {
+    if load.requests > 0 {
         tokio::select! {
-            report = drive(&args, &fleet) => {
+            report = drive(load, &hints.model, &fleet) => {
                 let outcome = DevOutcome::of(report?, &fleet).await;
-                terminal::print(outcome.tables())?;
+                match args.json {
+                    true => terminal::print(serde_json::to_string_pretty(&outcome.json())?)?,
+                    false => terminal::print(outcome.tables())?,
+                }
                 if !outcome.is_good() {
                     code = ExitCode::FAILURE;
                 }
             }
-            _ = interrupts.recv() => told_to_leave = true,
-            _ = terminations.recv() => told_to_leave = true,
+            () = signals.recv() => told_to_leave = true,
         }
     }
     if told_to_leave {
         code = ExitCode::from(INTERRUPTED);
     }
     if !args.once && !told_to_leave {
-        terminal::print(fleet.urls())?;
-        tokio::select! {
-            _ = interrupts.recv() => {}
-            _ = terminations.recv() => {}
+        match args.json {
+            // The result is the only thing on stdout.
+            true => eprintln!("{}", escaped_lines(&hints.look_around())),
+            false => terminal::print(hints.look_around())?,
         }
+        signals.recv().await;
     }
     fleet.leave().await;
     engines.stop().await;
     Ok(code)
 }
 
-async fn drive(args: &DevArgs, fleet: &Fleet) -> anyhow::Result<LoadReport> {
-    let model = match &args.model {
-        Some(model) => model.clone(),
-        None => fleet.first_model().await?,
-    };
+/// Signals that end the cluster in order, so that nothing of it is left behind.
+struct EndSignals([Signal; 3]);
+
+impl EndSignals {
+    fn new() -> anyhow::Result<Self> {
+        Ok(Self([
+            signal(SignalKind::interrupt())?,
+            signal(SignalKind::terminate())?,
+            signal(SignalKind::hangup())?,
+        ]))
+    }
+
+    /// Returns when one of them comes.
+    async fn recv(&mut self) {
+        let [interrupts, terminations, hangups] = &mut self.0;
+        tokio::select! {
+            _ = interrupts.recv() => {}
+            _ = terminations.recv() => {}
+            _ = hangups.recv() => {}
+        }
+    }
+}
+
+async fn drive(load: DevLoad, model: &str, fleet: &Fleet) -> anyhow::Result<LoadReport> {
     let targets = Targets::new(&fleet.data_urls())?;
-    let mut chats = Chats::new(ChatsOptions {
-        chats: CHATS,
-        ..ChatsOptions::default()
-    });
-    let bar = terminal::progress_bar(args.requests, terminal::COUNT).context("draw progress")?;
+    let mut chats = Chats::new(load.chats);
+    let bar = terminal::progress_bar(load.requests, terminal::COUNT).context("draw progress")?;
     let plan = LoadPlan {
         work: LoadSource::Chats {
             chats: &mut chats,
-            requests: args.requests,
+            requests: load.requests,
         },
-        model,
+        model: model.to_owned(),
         speed: 1.0,
-        in_flight_max: CHATS as usize,
+        in_flight_max: load.chats.chats as usize,
         timeout: REQUEST_TIMEOUT,
     };
     let report = run_load(plan, &targets, |progress| show(&bar, progress)).await;

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use lab::replay::report::LoadReport;
 use lab::replay::tables;
-use lab::terminal;
+use lab::terminal::{FittedTable, column};
+use serde_json::{Value, json};
 use state::ids::LogIndex;
 use tokio::time::Instant;
 
@@ -12,6 +13,13 @@ use super::fleet::{Fleet, FleetReplica, wait_on};
 
 /// Longest wait until all updates are applied everywhere.
 const AGREE_DEADLINE: Duration = Duration::from_secs(10);
+
+/// What the columns mean.
+const LEGEND: &str = "\
+lost: no answer, as the replica had gone. TTFT: time to the first token, in ms.
+cached %: prompt tokens that the engines found in their caches; predicted %: that
+the router expected there. service: prompt tokens and twice the output tokens.
+digest: of the replicated state; equal digests are equal states.";
 
 /// A replica's state after the load.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,17 +76,38 @@ impl DevOutcome {
         total.failed == 0 && total.lost == 0 && self.agrees() && self.is_at_rest()
     }
 
+    /// The result as JSON.
+    pub(super) fn json(&self) -> Value {
+        let replicas = (1..).zip(&self.standings).map(|(id, standing): (u8, _)| {
+            json!({
+                "id": id,
+                "role": standing.role,
+                "term": standing.term,
+                "applied": standing.applied,
+                "digest": format!("{:032x}", standing.digest),
+                "blocks": standing.blocks,
+                "open_leases": standing.leases,
+                "users": standing.users,
+            })
+        });
+        json!({
+            "is_good": self.is_good(),
+            "load": self.report,
+            "replicas": replicas.collect::<Value>(),
+        })
+    }
+
     /// Formats the result as text.
     pub(super) fn tables(&self) -> String {
-        let mut table = terminal::table(&[
-            "replica",
-            "role",
-            "term",
-            "applied",
-            "digest",
-            "blocks",
-            "open leases",
-            "users",
+        let mut table = FittedTable::new(&[
+            column("replica"),
+            column("role"),
+            column("term").number().rank(2),
+            column("applied").number(),
+            column("digest"),
+            column("blocks").number(),
+            column("open leases").number().rank(1),
+            column("users").number().rank(1),
         ]);
         for (id, standing) in (1..).zip(&self.standings) {
             table.add_row([
@@ -86,7 +115,8 @@ impl DevOutcome {
                 standing.role.to_owned(),
                 standing.term.to_string(),
                 standing.applied.to_string(),
-                format!("{:032x}", standing.digest),
+                // Its first half: enough to tell states apart.
+                format!("{:016x}", standing.digest >> 64),
                 standing.blocks.to_string(),
                 standing.leases.to_string(),
                 standing.users.to_string(),
@@ -102,7 +132,7 @@ impl DevOutcome {
             (false, _) => "the replicas DIFFER",
         };
         let verdict = format!("{requests}; {states}.");
-        format!("{}\n{table}\n{verdict}", tables(&self.report))
+        format!("{}\n{table}\n\n{LEGEND}\n\n{verdict}", tables(&self.report))
     }
 }
 

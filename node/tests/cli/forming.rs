@@ -92,6 +92,54 @@ fn check_told(replica: &Replica, found: &[(String, &str); 7]) {
 }
 
 #[test]
+fn a_member_without_a_quorum_names_each_peer_and_reason() {
+    let peers: [_; 3] = free();
+    let list = peers.map(|peer| format!("\"{peer}\"")).join(", ");
+    let config = format!("[cluster]\npeers = [{list}]\n");
+    let mut replicas: Vec<_> = (1..=3)
+        .zip(peers)
+        .map(|(id, peer)| Replica::start(id, peer, &config))
+        .collect();
+    let cluster = |replica: &Replica| get(replica.admin, "/admin/v1/cluster").map(|it| it.json());
+    until("all are one cluster", || {
+        replicas.iter().all(|replica| {
+            let status = cluster(replica);
+            status.is_some_and(|it| it["has_quorum"] == true && it["peers"].is_null())
+        })
+    });
+    replicas.truncate(1);
+    // Somebody else takes the place of one, and never answers.
+    let _silent = TcpListener::bind(peers[2]).unwrap();
+    let left = &replicas[0];
+    let found = |address: &std::net::SocketAddr, state: &str| {
+        let status = cluster(left).unwrap_or_default();
+        let peers = status["peers"].as_array().cloned().unwrap_or_default();
+        peers.iter().any(|peer| {
+            peer["address"] == address.to_string()
+                && peer["state"] == state
+                && peer["is_hindrance"] == true
+        })
+    };
+    until("each is named", || {
+        found(&peers[1], "refused") && found(&peers[2], "timed-out")
+    });
+    let ready = get(left.admin, "/readyz").unwrap().body;
+    let shown = quorate(&["status", "--admin", &left.admin.to_string()]);
+    let shown = text(&shown.stdout);
+    for (peer, state) in [(peers[1], "refused"), (peers[2], "timed-out")] {
+        assert!(ready.contains(&format!("peer {peer}: ")), "{ready}");
+        let mut lines = shown
+            .lines()
+            .filter(|line| line.contains(&peer.to_string()));
+        assert!(lines.any(|line| line.contains(state)), "{shown}");
+    }
+    left.process
+        .says(&["no quorum", &peers[1].to_string(), &peers[2].to_string()]);
+    left.process
+        .says(&["no quorum", "Connection refused", "no answer in time"]);
+}
+
+#[test]
 fn dev_refuses_what_its_replicas_cannot_share() {
     for setting in ["node.id=7", "listen.data=127.0.0.1:1", "cluster.join=a:1"] {
         let output = quorate(&["dev", "--once", "--set", setting]);

@@ -65,7 +65,7 @@ pub(super) struct Process {
 }
 
 impl Process {
-    fn start(mut command: Command, log: PathBuf) -> Self {
+    pub(super) fn start(mut command: Command, log: PathBuf) -> Self {
         let stderr = File::create(&log).unwrap();
         let command = command.stdin(Stdio::null()).stdout(Stdio::null());
         let child = command.stderr(stderr).spawn().unwrap();
@@ -191,6 +191,11 @@ impl Replica {
             answer.is_some_and(|answer| answer.json()["status"] == "ready")
         };
         assert!(is_met(is_ready), "not ready: {}", self.process.log());
+    }
+
+    /// The path of a file of its own, which may not be there.
+    pub(super) fn file(&self, name: &str) -> String {
+        self.dir.path().join(name).display().to_string()
     }
 
     /// What its admin API answers.

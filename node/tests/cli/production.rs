@@ -1,5 +1,6 @@
 //! The example of docs/guide/production.md as it is written, with files and ports of this test.
 
+use super::access::token;
 use super::process::{Engine, Replica, free, get, private_file, send};
 
 /// The first config in the guide.
@@ -20,38 +21,38 @@ fn put(text: &str, replaced: &[(&str, String)]) -> String {
         })
 }
 
-#[test]
-fn the_example_can_be_probed_and_scraped() {
-    let engine = Engine::start();
+/// The example's replica here, with this engine and this line of tokens; its own admin address is
+/// 127.0.0.2.
+fn start(engine: &Engine, tokens: &str) -> Replica {
     let dir = tempfile::TempDir::new().unwrap();
     let [data, admin, peer] = free();
     let all = |port: u16| format!("0.0.0.0:{port}");
-    let text = put(
-        &example(),
-        &[
-            (
-                "/var/lib/quorate",
-                dir.path().join("data").display().to_string(),
-            ),
-            (
-                "/etc/quorate/secret",
-                private_file(dir.path(), "secret", &"s".repeat(40)),
-            ),
-            (
-                "/etc/quorate/keys",
-                private_file(dir.path(), "keys", "sk-1 ada\n"),
-            ),
-            ("0.0.0.0:8080", all(data.port())),
-            ("10.0.0.1:8081", format!("127.0.0.2:{}", admin.port())),
-            ("0.0.0.0:8082", all(peer.port())),
-            ("10.0.0.1", "127.0.0.2".to_owned()),
-            ("quorate-peers:8082", format!("localhost:{}", peer.port())),
-            ("bootstrap_expect = 3", "bootstrap_expect = 1".to_owned()),
-            ("http://10.0.1.1:8000", engine.url.clone()),
-        ],
-    );
+    let private = |name: &str, text: &str| private_file(dir.path(), name, text);
+    let data_dir = dir.path().join("data").display().to_string();
+    let replaced = [
+        ("/var/lib/quorate", data_dir),
+        ("/etc/quorate/secret", private("secret", &"s".repeat(40))),
+        ("/etc/quorate/keys", private("keys", "sk-1 ada\n")),
+        ("/etc/quorate/tokens", private("tokens", tokens)),
+        ("0.0.0.0:8080", all(data.port())),
+        ("10.0.0.1:8081", format!("127.0.0.2:{}", admin.port())),
+        ("0.0.0.0:8082", all(peer.port())),
+        ("10.0.0.1", "127.0.0.2".to_owned()),
+        ("quorate-peers:8082", format!("localhost:{}", peer.port())),
+        ("bootstrap_expect = 3", "bootstrap_expect = 1".to_owned()),
+        ("http://10.0.1.1:8000", engine.url.clone()),
+    ];
+    let text = put(&example(), &replaced);
     let own_admin = ([127, 0, 0, 2], admin.port()).into();
-    let replica = Replica::start_text(dir, &text, [data, own_admin]);
+    Replica::start_text(dir, &text, [data, own_admin])
+}
+
+#[test]
+fn the_example_can_be_probed_and_scraped() {
+    let engine = Engine::start();
+    let (secret, line) = token("prometheus", "viewer");
+    let replica = start(&engine, &line);
+    let data = replica.data;
     replica.ready();
     // A load balancer asks where it sends clients, without a key.
     for path in ["/health", "/ping", "/readyz"] {
@@ -68,7 +69,9 @@ fn the_example_can_be_probed_and_scraped() {
     let key = "authorization: Bearer sk-1\r\n";
     assert_eq!(replica.chat("emulated", key).status, 200);
     // Prometheus reaches the admin listener on its own address, and nobody on another.
-    let metrics = get(replica.admin, "/metrics").unwrap();
+    assert_eq!(get(replica.admin, "/metrics").unwrap().status, 401);
+    let credentials = format!("authorization: Bearer {secret}\r\n");
+    let metrics = send(replica.admin, "GET", "/metrics", &credentials, None).unwrap();
     assert_eq!(metrics.status, 200);
     let counted = |line: &str| {
         metrics
@@ -86,10 +89,13 @@ fn the_example_can_be_probed_and_scraped() {
         metrics.body
     );
     assert!(
-        !metrics.body.contains("outcome=\"local\""),
+        !metrics
+            .body
+            .contains("\nquorate_proxy_requests_total{outcome=\"local\""),
         "probes are no requests"
     );
-    assert!(get(admin, "/metrics").is_none(), "another address");
+    let elsewhere = ([127, 0, 0, 1], replica.admin.port()).into();
+    assert!(get(elsewhere, "/metrics").is_none(), "another address");
     replica.process.signal("TERM");
     replica.process.says(&["draining"]);
     let leaving = get(data, "/health").map(|answer| answer.status);

@@ -34,7 +34,10 @@ impl Reloaded {
         let file = self.replica.dir.path().join("config.toml");
         let text = std::fs::read_to_string(&file).unwrap();
         let own = text.split_once("[users]").unwrap().0;
-        let text = format!("{own}{}", settings(&self.keys, level, rest));
+        // It ends in the section `drain`.
+        let own = own.replace("deadline = \"2s\"\n", "");
+        let rest = settings(&self.keys, level, rest);
+        let text = format!("{own}deadline = \"2s\"\n{rest}");
         std::fs::write(&file, text).unwrap();
         self.replica.process.signal("HUP");
     }
@@ -56,17 +59,25 @@ fn hup_takes_what_can_be_taken_and_names_the_rest() {
     std::fs::write(&reloaded.keys, "sk-second ada\n").unwrap();
     reloaded.reload(
         "debug",
-        "[limits]\nmax_body = \"1MiB\"\n[routing]\npolicy = \"random\"\n",
+        "[limits]\nmax_body = \"1KiB\"\nmax_connections = 50\n\
+         [probes]\ninterval = \"3s\"\n[routing]\npolicy = \"random\"\n",
     );
     let said = |texts: &[&str]| reloaded.replica.process.says(texts);
     said(&["INFO", "setting changed", "log.level", "info", "debug"]);
     said(&[
         "WARN",
         "takes effect at a restart",
-        "limits.max_body",
-        "32MiB",
-        "1MiB",
+        "limits.max_connections",
+        "16384",
+        "50",
     ]);
+    for (key, before, after) in [
+        ("limits.max_body", "32MiB", "1KiB"),
+        ("drain.deadline", "30s", "2s"),
+        ("probes.interval", "1s", "3s"),
+    ] {
+        said(&["setting changed", key, before, after]);
+    }
     said(&[
         "WARN",
         "the cluster keeps its own value",
@@ -77,7 +88,16 @@ fn hup_takes_what_can_be_taken_and_names_the_rest() {
     assert_eq!(reloaded.status_of("sk-second"), 404);
     assert_eq!(reloaded.status_of("sk-first"), 401);
     assert_eq!(reloaded.in_effect("log.level"), "debug");
-    assert_eq!(reloaded.in_effect("limits.max_body"), "32MiB");
+    assert_eq!(reloaded.in_effect("limits.max_connections"), 16384);
+    assert_eq!(reloaded.in_effect("limits.max_body"), "1KiB");
+    let long = format!("{{\"model\":\"{}\"}}", "m".repeat(2000));
+    let key = "authorization: Bearer sk-second\r\n";
+    let path = "/v1/chat/completions";
+    let answer = send(reloaded.replica.data, "POST", path, key, Some(&long)).unwrap();
+    assert_eq!(
+        (answer.status, answer.code().as_str()),
+        (413, Some("request_too_large"))
+    );
     // What is not HTTP is told at this level only.
     send(reloaded.replica.data, "NO HTTP", "/", "", None);
     said(&["DEBUG", "connection ended"]);

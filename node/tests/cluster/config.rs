@@ -19,13 +19,7 @@ fn changed(dir: &TempDir, replaced: &[(&str, &str)], appended: &str) -> Config {
     }
     text += appended;
     std::fs::write(&file, text).unwrap();
-    let origin = Origin {
-        file: Some(file),
-        ..Origin::default()
-    };
-    load(&origin)
-        .unwrap_or_else(|faults| panic!("{faults}"))
-        .config
+    read(file).unwrap()
 }
 
 async fn started(replica: &Replica) -> (Http, String) {

@@ -11,15 +11,20 @@ use super::*;
 
 const INTRODUCTION: &str = "# Metrics
 
-`GET /metrics` on the admin listener answers OpenMetrics text.
+`GET /metrics` on the admin listener answers Prometheus' text format 0.0.4, and OpenMetrics where `accept` asks for it, as Prometheus does.
+With `admin.tokens_file` it wants a token, unless `admin.metrics_public` is set.
 Labels are bounded by configuration (backend, replica, policy, outcome); users, prompts, keys and blocks are never labels.
+The label `model` has the first 100 models that are asked for and served, and `other` for the rest.
 Series with the label `backend` appear when the backend is registered and go when it is removed.
 
 This page is made from the metrics of a running replica; the [runbook](../guide/runbook.md) says which to alert on.
 ";
 
 /// What a replica shows only in trouble, in the form of a page: it has no series before.
-const IN_TROUBLE: &str = "# HELP quorate_route_panic 1 while the model's probes are ignored, because most fail while requests are answered
+const IN_TROUBLE: &str = "# HELP quorate_admin_refused_total Calls of the admin API refused for their token: none or a wrong one, too weak a role, or too many wrong ones before
+# TYPE quorate_admin_refused_total counter
+quorate_admin_refused_total{reason=\"token\"} 1
+# HELP quorate_route_panic 1 while the model's probes are ignored, because most fail while requests are answered
 # TYPE quorate_route_panic gauge
 quorate_route_panic{model=\"m\"} 1
 ";
@@ -34,7 +39,7 @@ struct Family {
 
 /// The metric that a sample belongs to: what it adds to the name is the type's.
 fn family_of<'a>(families: &BTreeMap<String, Family>, sample: &'a str) -> &'a str {
-    let endings = ["_total", "_bucket", "_sum", "_count", "_info"];
+    let endings = ["_bucket", "_sum", "_count"];
     let mut names = endings.iter().filter_map(|it| sample.strip_suffix(it));
     names
         .find(|name| families.contains_key(*name))
@@ -43,7 +48,7 @@ fn family_of<'a>(families: &BTreeMap<String, Family>, sample: &'a str) -> &'a st
 
 fn families(page: &str) -> BTreeMap<String, Family> {
     let mut families: BTreeMap<String, Family> = BTreeMap::new();
-    for line in page.lines().filter(|line| *line != "# EOF") {
+    for line in page.lines() {
         let described = line.strip_prefix("# ").and_then(|it| {
             let (what, rest) = it.split_once(' ')?;
             let (name, text) = rest.split_once(' ')?;
@@ -73,20 +78,12 @@ fn families(page: &str) -> BTreeMap<String, Family> {
     families
 }
 
-/// The name under which it is queried.
-fn shown(name: &str, kind: &str) -> String {
-    match kind {
-        "counter" => format!("{name}_total"),
-        "info" => format!("{name}_info"),
-        _ => name.to_owned(),
-    }
-}
-
 fn reference(page: &str) -> String {
     let mut out = INTRODUCTION.to_owned();
     let mut last_area = String::new();
     for (name, mut family) in families(page) {
-        let area = name.split('_').nth(1).unwrap_or_default().to_owned();
+        let own = name.strip_prefix("quorate_").unwrap_or(&name);
+        let area = own.split('_').next().unwrap_or_default().to_owned();
         if area != last_area {
             let head = "| metric | type | labels | meaning |\n| --- | --- | --- | --- |";
             write!(out, "\n## {area}\n\n{head}\n").unwrap();
@@ -100,7 +97,7 @@ fn reference(page: &str) -> String {
             family.labels.insert("replica".to_owned());
         }
         let labels: Vec<_> = family.labels.iter().map(|it| format!("`{it}`")).collect();
-        let (name, kind) = (shown(&name, &family.kind), &family.kind);
+        let kind = &family.kind;
         writeln!(
             out,
             "| `{name}` | {kind} | {} | {} |",
@@ -110,6 +107,72 @@ fn reference(page: &str) -> String {
         .unwrap();
     }
     out
+}
+
+/// What `promtool check metrics` complains of: names, types and helps (client_golang's promlint), and
+/// samples that are there twice.
+fn lint(page: &str) -> Vec<String> {
+    let mut faults = Vec::new();
+    let abbreviations = [
+        "s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d",
+    ];
+    let kinds = ["counter", "gauge", "summary", "histogram"];
+    let prefixes = [
+        "nano", "micro", "milli", "centi", "kilo", "kibi", "mega", "mibi", "giga",
+    ];
+    let units = ["minutes", "hours", "days", "weeks", "bits"];
+    for (name, family) in families(page) {
+        let (has, kind) = (
+            |part: &str| name.split('_').any(|it| it == part),
+            &family.kind,
+        );
+        let is_scaled = |part: &str| {
+            units.contains(&part)
+                || prefixes.iter().any(|prefix| {
+                    let unit = part.strip_prefix(prefix);
+                    unit.is_some_and(|it| ["seconds", "bytes"].contains(&it))
+                })
+        };
+        for (is_wrong, why) in [
+            (family.help.is_empty(), "no help"),
+            (!kinds.contains(&kind.as_str()), "no type"),
+            (
+                (kind == "counter") != name.ends_with("_total"),
+                "_total is for counters",
+            ),
+            (abbreviations.into_iter().any(has), "abbreviated unit"),
+            (kinds.into_iter().any(has), "type in the name"),
+            (name.split('_').any(is_scaled), "no base unit"),
+            (
+                name.contains(':') || name.contains(|c: char| c.is_uppercase()),
+                "letters",
+            ),
+            (
+                ["_count", "_sum", "_bucket"]
+                    .iter()
+                    .any(|it| name.ends_with(it)),
+                "reserved for histograms",
+            ),
+        ] {
+            if is_wrong {
+                faults.push(format!("{name}: {why}"));
+            }
+        }
+    }
+    let mut seen = BTreeSet::new();
+    for line in page.lines() {
+        let what = line.rsplit_once(' ').map_or(line, |(sample, _)| sample);
+        let described = line.split(' ').take(3).collect::<Vec<_>>().join(" ");
+        let what = if line.starts_with('#') {
+            described
+        } else {
+            what.to_owned()
+        };
+        if !seen.insert(what) {
+            faults.push(format!("twice: {line}"));
+        }
+    }
+    faults
 }
 
 /// Every metric that the code names, so that none is missed for want of a series.
@@ -171,8 +234,14 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
     let (status, _, answer) = http.send(Method::POST, &url, &body).await;
     assert_eq!(status, StatusCode::TOO_MANY_REQUESTS, "{answer}");
 
+    for family in ["process_cpu_seconds_total", "process_resident_memory_bytes"] {
+        let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+        assert!(page.contains(&format!("\n{family} ")), "{page}");
+    }
     let page = http.text(&format!("http://{}/metrics", at.admin)).await;
-    let reference = reference(&[&page, IN_TROUBLE].concat());
+    let page = [&page, IN_TROUBLE].concat();
+    assert_eq!(lint(&page), Vec::<String>::new());
+    let reference = reference(&page);
     for name in named_metrics() {
         assert!(reference.contains(&name), "{name} is not in the reference");
     }

@@ -113,28 +113,61 @@ fn reason(finish: Finish) -> &'static str {
     }
 }
 
+/// Writes an answer as server-sent events.
+pub(super) trait AnswerWriter {
+    /// The events that tell everything between what was written and `latest`.
+    fn write(&mut self, latest: Latest) -> Bytes;
+}
+
 /// An answer as server-sent events, made as the model goes. Dropping it aborts the request.
 #[derive(Debug)]
-pub(super) struct EventStream {
+pub(super) struct AnswerStream<W> {
     ticket: RequestGuard,
+    writer: W,
+    is_over: bool,
+}
+
+impl<W> AnswerStream<W> {
+    /// The answer to `ticket`'s request.
+    #[must_use]
+    pub(super) fn new(ticket: RequestGuard, writer: W) -> Self {
+        Self {
+            ticket,
+            writer,
+            is_over: false,
+        }
+    }
+}
+
+impl<W: AnswerWriter + Unpin> Stream for AnswerStream<W> {
+    type Item = Result<Bytes, Infallible>;
+
+    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let stream = self.get_mut();
+        if stream.is_over {
+            return Poll::Ready(None);
+        }
+        let latest = std::task::ready!(Pin::new(&mut stream.ticket).poll_next(cx));
+        stream.is_over = latest.finish.is_some();
+        Poll::Ready(Some(Ok(stream.writer.write(latest))))
+    }
+}
+
+/// Writes the events of a completion.
+#[derive(Debug)]
+pub(super) struct CompletionEvents {
     heading: AnswerHeader,
     kind: CompletionKind,
     usage: UsageOptions,
     /// What every chunk begins with, up to its `choices`.
     opening: String,
     sent: u32,
-    is_over: bool,
 }
 
-impl EventStream {
-    /// The answer to `ticket`'s request.
+impl CompletionEvents {
+    /// Of an answer of which nothing is written yet.
     #[must_use]
-    pub(super) fn new(
-        ticket: RequestGuard,
-        heading: AnswerHeader,
-        kind: CompletionKind,
-        usage: UsageOptions,
-    ) -> Self {
+    pub(super) fn new(heading: AnswerHeader, kind: CompletionKind, usage: UsageOptions) -> Self {
         let object = match kind {
             CompletionKind::Chat => "chat.completion.chunk",
             CompletionKind::Text => "text_completion",
@@ -146,18 +179,27 @@ impl EventStream {
             Value::from(heading.model.as_str()),
         );
         Self {
-            ticket,
             heading,
             kind,
             usage,
             opening,
             sent: 0,
-            is_over: false,
         }
     }
 
-    /// The events that tell everything between what was sent and `latest`.
-    fn render(&mut self, latest: Latest) -> Bytes {
+    fn close_chunk(&self, out: &mut String, latest: Latest, extra: &str) {
+        out.push_str(extra);
+        if self.usage.continuous {
+            let _ = write!(out, ",\"usage\":{}", self.heading.usage(latest, false));
+        } else if self.kind == CompletionKind::Text {
+            out.push_str(",\"usage\":null");
+        }
+        out.push_str("}\n\n");
+    }
+}
+
+impl AnswerWriter for CompletionEvents {
+    fn write(&mut self, latest: Latest) -> Bytes {
         let mut out = String::with_capacity(768);
         if self.sent == 0 && self.kind == CompletionKind::Chat {
             out.push_str(&self.opening);
@@ -198,7 +240,6 @@ impl EventStream {
         self.close_chunk(&mut out, latest, "");
         self.sent = latest.output_tokens;
         if latest.finish.is_some() {
-            self.is_over = true;
             if self.usage.include {
                 let usage = self.heading.usage(latest, true);
                 let _ = write!(out, "{}],\"usage\":{usage}}}\n\n", self.opening);
@@ -206,29 +247,6 @@ impl EventStream {
             out.push_str("data: [DONE]\n\n");
         }
         Bytes::from(out)
-    }
-
-    fn close_chunk(&self, out: &mut String, latest: Latest, extra: &str) {
-        out.push_str(extra);
-        if self.usage.continuous {
-            let _ = write!(out, ",\"usage\":{}", self.heading.usage(latest, false));
-        } else if self.kind == CompletionKind::Text {
-            out.push_str(",\"usage\":null");
-        }
-        out.push_str("}\n\n");
-    }
-}
-
-impl Stream for EventStream {
-    type Item = Result<Bytes, Infallible>;
-
-    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let stream = self.get_mut();
-        if stream.is_over {
-            return Poll::Ready(None);
-        }
-        let latest = Pin::new(&mut stream.ticket).poll_next(cx);
-        latest.map(|latest| Some(Ok(stream.render(latest))))
     }
 }
 

@@ -26,7 +26,9 @@ use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
 use super::EngineOptions;
-use super::answer::{AnswerHeader, CompletionKind, EventStream, UsageOptions, error_body};
+use super::answer::{
+    AnswerHeader, AnswerStream, CompletionEvents, CompletionKind, UsageOptions, error_body,
+};
 use super::driver::{DriverCore, Latest, RequestGuard, unix_time};
 use super::embeddings::{EmbeddingsRequest, INPUTS_MAX};
 use super::events::{REPLAY_MESSAGES, TOPIC};
@@ -110,9 +112,13 @@ impl GenerateEndpoint {
     fn stream(self, ticket: RequestGuard, header: AnswerHeader, usage: UsageOptions) -> Body {
         match self {
             Self::Completion(kind) => {
-                Body::from_stream(EventStream::new(ticket, header, kind, usage))
+                let events = CompletionEvents::new(header, kind, usage);
+                Body::from_stream(AnswerStream::new(ticket, events))
             }
-            Self::Named(dialect) => Body::from_stream(NamedEvents::new(ticket, header, dialect)),
+            Self::Named(dialect) => {
+                let events = NamedEvents::new(header, dialect);
+                Body::from_stream(AnswerStream::new(ticket, events))
+            }
         }
     }
 }

@@ -1,17 +1,13 @@
 //! Answers of `/v1/responses` and `/v1/messages`, whole or as server-sent events with names, as a
 //! vLLM server gives them.
 
-use std::convert::Infallible;
 use std::fmt::Write as _;
-use std::pin::Pin;
-use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use futures_util::Stream;
 use serde_json::{Value, json};
 
-use super::answer::AnswerHeader;
-use super::driver::{Latest, RequestGuard};
+use super::answer::{AnswerHeader, AnswerWriter};
+use super::driver::Latest;
 use super::model::Finish;
 use super::text::words;
 
@@ -194,50 +190,26 @@ fn stop_reason(latest: Latest) -> Option<&'static str> {
     })
 }
 
-/// An answer as named events, made as the model goes. Dropping it aborts the request.
+/// Writes named events.
 #[derive(Debug)]
 pub(super) struct NamedEvents {
-    ticket: RequestGuard,
     header: AnswerHeader,
     dialect: NamedDialect,
     sent: u32,
     /// Of the next event.
     number: u64,
-    is_over: bool,
 }
 
 impl NamedEvents {
-    /// The answer to `ticket`'s request.
+    /// Of an answer of which nothing is written yet.
     #[must_use]
-    pub(super) fn new(ticket: RequestGuard, header: AnswerHeader, dialect: NamedDialect) -> Self {
+    pub(super) fn new(header: AnswerHeader, dialect: NamedDialect) -> Self {
         Self {
-            ticket,
             header,
             dialect,
             sent: 0,
             number: 0,
-            is_over: false,
         }
-    }
-
-    /// The events that tell everything between what was sent and `latest`.
-    fn render(&mut self, latest: Latest) -> Bytes {
-        let mut out = String::with_capacity(512);
-        if self.sent == 0 {
-            let opening = self.dialect.opening(&self.header, latest);
-            self.write_all(opening, &mut out);
-        }
-        let text = words(self.header.voice, self.sent, latest.output_tokens);
-        self.dialect
-            .write_words(&self.header, self.number, &text, &mut out);
-        self.number += 1;
-        self.sent = latest.output_tokens;
-        if latest.finish.is_some() {
-            self.is_over = true;
-            let closing = self.dialect.closing(&self.header, latest);
-            self.write_all(closing, &mut out);
-        }
-        Bytes::from(out)
     }
 
     fn write_all(&mut self, events: Vec<Value>, out: &mut String) {
@@ -252,15 +224,22 @@ impl NamedEvents {
     }
 }
 
-impl Stream for NamedEvents {
-    type Item = Result<Bytes, Infallible>;
-
-    fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let stream = self.get_mut();
-        if stream.is_over {
-            return Poll::Ready(None);
+impl AnswerWriter for NamedEvents {
+    fn write(&mut self, latest: Latest) -> Bytes {
+        let mut out = String::with_capacity(512);
+        if self.sent == 0 {
+            let opening = self.dialect.opening(&self.header, latest);
+            self.write_all(opening, &mut out);
         }
-        let latest = Pin::new(&mut stream.ticket).poll_next(cx);
-        latest.map(|latest| Some(Ok(stream.render(latest))))
+        let text = words(self.header.voice, self.sent, latest.output_tokens);
+        self.dialect
+            .write_words(&self.header, self.number, &text, &mut out);
+        self.number += 1;
+        self.sent = latest.output_tokens;
+        if latest.finish.is_some() {
+            let closing = self.dialect.closing(&self.header, latest);
+            self.write_all(closing, &mut out);
+        }
+        Bytes::from(out)
     }
 }

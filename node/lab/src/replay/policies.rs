@@ -15,13 +15,13 @@ use state::command::BackendSpec;
 
 use super::client::ReplayClient;
 use super::load::{LoadPlan, LoadSource, run as run_load};
-use super::print::{align_numbers, percent, table};
+use super::print::percent;
 use super::progress::show;
 use super::report::LoadReport;
 use super::targets::Targets;
 use super::trace::Arrival;
 use crate::engine::fleet::{Engines, EnginesPlan};
-use crate::terminal::{self, INTERRUPTED};
+use crate::terminal::{self, FittedTable, INTERRUPTED, column};
 
 /// Stands for every policy there is.
 pub(super) const EVERY_POLICY: &str = "all";
@@ -139,18 +139,18 @@ fn spread(report: &LoadReport, engines: usize) -> f64 {
     most as f64 * engines as f64 / all as f64
 }
 
-fn tabled(rows: &[PolicyRow]) -> comfy_table::Table {
-    let mut table = table(&[
-        "policy",
-        "cached %",
-        "predicted %",
-        "TTFT p50",
-        "p90",
-        "p99 ms",
-        "load max/mean",
-        "requests",
-        "errors",
-        "late p99 ms",
+fn tabled(rows: &[PolicyRow]) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("policy"),
+        column("cached %").number(),
+        column("predicted %").number().rank(2),
+        column("TTFT p50").number(),
+        column("p90").number().rank(2),
+        column("p99 ms").number(),
+        column("load max/mean").number().rank(1),
+        column("requests").number().rank(3),
+        column("errors").number(),
+        column("late p99 ms").number().rank(1),
     ]);
     for PolicyRow {
         policy,
@@ -173,6 +173,5 @@ fn tabled(rows: &[PolicyRow]) -> comfy_table::Table {
             ms(report.late_ms.p99),
         ]);
     }
-    align_numbers(&mut table);
     table
 }

@@ -1,9 +1,7 @@
 //! A report as tables.
 
-use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
-use comfy_table::{CellAlignment, Table};
-
 use super::report::{GroupReport, LatencySummary, LoadReport};
+use crate::terminal::{FittedTable, column};
 
 /// Users shown; the JSON has all.
 const USERS_SHOWN: usize = 12;
@@ -11,9 +9,16 @@ const USERS_SHOWN: usize = 12;
 /// The report's tables, one below the other.
 #[must_use]
 pub fn tables(report: &LoadReport) -> String {
-    let mut parts = vec![by_target(report).to_string(), times(report).to_string()];
+    let mut parts = vec![
+        format!("{}\n", by_target(report)),
+        format!("{}\n", times(report)),
+    ];
     if report.users.len() > 1 {
+        let jain = report
+            .jain_index
+            .map_or_else(|| "-".to_owned(), |index| format!("{index:.3}"));
         parts.push(by_user(report).to_string());
+        parts.push(format!("{} users, Jain {jain}\n", report.users.len()));
     }
     if !report.backends.is_empty() {
         let share = |(backend, count): (&String, &u64)| format!("{backend} {count}");
@@ -36,20 +41,20 @@ pub fn tables(report: &LoadReport) -> String {
     parts.join("\n")
 }
 
-fn by_target(report: &LoadReport) -> Table {
-    let mut table = table(&[
-        "target",
-        "requests",
-        "ok",
-        "failed",
-        "lost",
-        "req/s",
-        "out tok/s",
-        "cached %",
-        "predicted %",
-        "TTFT p50",
-        "p90",
-        "p99 ms",
+fn by_target(report: &LoadReport) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("target"),
+        column("requests").number().rank(2),
+        column("ok").number(),
+        column("failed").number(),
+        column("lost").number().rank(1),
+        column("req/s").number().rank(3),
+        column("out tok/s").number().rank(4),
+        column("cached %").number(),
+        column("predicted %").number().rank(4),
+        column("TTFT p50").number(),
+        column("p90").number().rank(3),
+        column("p99 ms").number(),
     ]);
     let mut row = |name: &str, group: &GroupReport| {
         table.add_row([
@@ -73,12 +78,13 @@ fn by_target(report: &LoadReport) -> Table {
     if report.targets.len() > 1 {
         row("all", &report.total);
     }
-    align_numbers(&mut table);
     table
 }
 
-fn times(report: &LoadReport) -> Table {
-    let mut table = table(&["ms", "mean", "p50", "p90", "p99", "max"]);
+fn times(report: &LoadReport) -> FittedTable {
+    let figure = |head| column(head).number();
+    let figures = ["mean", "p50", "p90", "p99", "max"].map(figure);
+    let mut table = FittedTable::new(&[&[column("ms")], &figures[..]].concat());
     for (name, times) in [
         ("time to first token", report.total.ttft_ms),
         ("latency", report.total.latency_ms),
@@ -96,12 +102,18 @@ fn times(report: &LoadReport) -> Table {
         row.extend([mean, p50, p90, p99, max].map(number));
         table.add_row(row);
     }
-    align_numbers(&mut table);
     table
 }
 
-fn by_user(report: &LoadReport) -> Table {
-    let mut table = table(&["user", "ok", "failed", "prompt tok", "out tok", "service"]);
+fn by_user(report: &LoadReport) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("user"),
+        column("ok").number(),
+        column("failed").number(),
+        column("prompt tok").number(),
+        column("out tok").number(),
+        column("service").number(),
+    ]);
     let mut users: Vec<_> = report.users.iter().collect();
     users.sort_by_key(|(name, user)| (std::cmp::Reverse(user.service), *name));
     for (name, user) in users.iter().take(USERS_SHOWN) {
@@ -114,25 +126,7 @@ fn by_user(report: &LoadReport) -> Table {
             user.service.to_string(),
         ]);
     }
-    let jain = report
-        .jain_index
-        .map_or_else(|| "-".to_owned(), |index| format!("{index:.3}"));
-    let all = format!("{} users, Jain {jain}", report.users.len());
-    table.add_row([all]);
-    align_numbers(&mut table);
     table
-}
-
-pub(super) fn table(heading: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_preset(UTF8_HORIZONTAL_ONLY).set_header(heading);
-    table
-}
-
-pub(super) fn align_numbers(table: &mut Table) {
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
 }
 
 pub(super) fn percent(rate: Option<f64>) -> String {

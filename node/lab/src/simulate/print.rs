@@ -1,23 +1,24 @@
 //! A comparison as tables.
 
-use comfy_table::{CellAlignment, Table};
-
 use super::report::SimComparison;
-use crate::terminal::table;
+use crate::terminal::{FittedTable, column};
 
 /// The tables and the verdicts, one below the other.
 #[must_use]
 pub fn tables(comparison: &SimComparison) -> String {
-    let mut parts = vec![comparison.title.clone(), routing(comparison).to_string()];
+    let mut parts = vec![
+        comparison.title.clone(),
+        format!("\n{}", routing(comparison)),
+    ];
     if comparison.runs.iter().any(|run| run.service.len() > 1) {
-        parts.push(fairness(comparison).to_string());
+        parts.push(format!("\n{}", fairness(comparison)));
     }
     if comparison
         .runs
         .iter()
         .any(|run| run.refusals + run.departures > 0)
     {
-        parts.push(overload(comparison).to_string());
+        parts.push(format!("\n{}", overload(comparison)));
     }
     for verdict in &comparison.verdicts {
         let word = if verdict.holds { "holds" } else { "FAILS" };
@@ -30,23 +31,23 @@ pub fn tables(comparison: &SimComparison) -> String {
     parts.join("\n")
 }
 
-fn routing(comparison: &SimComparison) -> Table {
-    let mut table = table(&[
-        "run",
-        "ok",
-        "refused",
-        "hit %",
-        "of ideal",
-        "TTFT mean",
-        "p50",
-        "p90",
-        "p99 ms",
-        "regret",
-        "req/s",
-        "tok/s",
-        "spread",
-        "busiest",
-        "log B/req",
+fn routing(comparison: &SimComparison) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("run"),
+        column("ok").number(),
+        column("refused").number().rank(1),
+        column("hit %").number(),
+        column("of ideal").number().rank(2),
+        column("TTFT mean").number(),
+        column("p50").number().rank(3),
+        column("p90").number().rank(3),
+        column("p99 ms").number(),
+        column("regret").number().rank(4),
+        column("req/s").number().rank(2),
+        column("tok/s").number().rank(1),
+        column("spread").number().rank(4),
+        column("busiest").number().rank(4),
+        column("log B/req").number().rank(5),
     ]);
     for run in &comparison.runs {
         table.add_row([
@@ -67,20 +68,19 @@ fn routing(comparison: &SimComparison) -> Table {
             format!("{:.0}", run.log_bytes_per_request),
         ]);
     }
-    align_numbers(&mut table);
     table
 }
 
-fn fairness(comparison: &SimComparison) -> Table {
-    let mut table = table(&[
-        "run",
-        "order",
-        "users",
-        "gap",
-        "bound",
-        "least/most served",
-        "Jain",
-        "tok/s",
+fn fairness(comparison: &SimComparison) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("run"),
+        column("order").rank(2),
+        column("users").number().rank(1),
+        column("gap").number(),
+        column("bound").number(),
+        column("least/most served").number().rank(1),
+        column("Jain").number().rank(1),
+        column("tok/s").number().rank(3),
     ]);
     for run in &comparison.runs {
         table.add_row([
@@ -94,20 +94,19 @@ fn fairness(comparison: &SimComparison) -> Table {
             format!("{:.0}", run.tokens_per_s),
         ]);
     }
-    align_numbers(&mut table);
     table
 }
 
-fn overload(comparison: &SimComparison) -> Table {
-    let mut table = table(&[
-        "run",
-        "asked/s",
-        "goodput/s",
-        "refusals",
-        "left",
-        "wasted tokens %",
-        "TTFT p50",
-        "p99 ms",
+fn overload(comparison: &SimComparison) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("run"),
+        column("asked/s").number().rank(1),
+        column("goodput/s").number(),
+        column("refusals").number().rank(1),
+        column("left").number().rank(1),
+        column("wasted tokens %").number().rank(2),
+        column("TTFT p50").number().rank(3),
+        column("p99 ms").number(),
     ]);
     for run in &comparison.runs {
         let tokens = run.output_tokens + run.prompt_tokens;
@@ -123,14 +122,7 @@ fn overload(comparison: &SimComparison) -> Table {
             format!("{:.0}", run.ttft_ms.p99),
         ]);
     }
-    align_numbers(&mut table);
     table
-}
-
-fn align_numbers(table: &mut Table) {
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
 }
 
 fn optional(number: Option<f64>, digits: usize) -> String {

@@ -20,6 +20,8 @@ fn shown(config: &Config) -> String {
 #[test]
 fn backends_of_the_command_line_need_no_file() {
     let urls = ["http://gpu-1/", "http://10.0.0.2:8000/v/m"].map(str::to_owned);
+    let tls = with_backends("", &["https://gpu-1".to_owned()]).unwrap();
+    assert_eq!(shown(&tls.config), "gpu-1-443 https://gpu-1:443");
     let config = with_backends("", &urls).unwrap().config;
     assert_eq!(config.node.id, ReplicaId(1));
     let expected = "gpu-1-80 http://gpu-1:80\n10.0.0.2-8000-v-m http://10.0.0.2:8000/v/m";
@@ -28,10 +30,10 @@ fn backends_of_the_command_line_need_no_file() {
     let config = with_backends(file, &urls[..1]).unwrap().config;
     assert_eq!(config.node.id, ReplicaId(3));
     assert_eq!(shown(&config), "a http://a:1\ngpu-1-80 http://gpu-1:80");
-    let faults = with_backends("", &["https://gpu-1".to_owned()]).unwrap_err();
+    let faults = with_backends("", &["ftp://gpu-1".to_owned()]).unwrap_err();
     let told = brief(&faults);
-    assert!(told.contains("--backend https://gpu-1"), "{told}");
-    assert!(told.contains("https is not supported yet"), "{told}");
+    assert!(told.contains("--backend ftp://gpu-1"), "{told}");
+    assert!(told.contains("expected a URL, such as"), "{told}");
     let twice = with_backends("", &[urls[0].clone(), urls[0].clone()]);
     assert!(twice.is_err(), "two backends of one id");
 }

@@ -1,0 +1,35 @@
+//! What commands write to a terminal: results on stdout, tables of one look, progress on stderr.
+
+mod progress;
+mod screen;
+mod table;
+
+use std::fmt::Display;
+use std::io::Write;
+
+use api::shown::escaped_lines;
+
+pub use progress::{BYTES, COUNT, progress_bar};
+pub use screen::{columns_of, is_coloured, show_all_columns};
+pub use table::{Column, FittedTable, column};
+
+/// Exit status of a command that a signal ended early: 128 and the number of SIGINT.
+pub const INTERRUPTED: u8 = 130;
+
+/// Writes a result to stdout. Control characters in it are escaped: names come from others, and a
+/// terminal must not obey them.
+///
+/// # Errors
+/// When stdout cannot be written to, as after its reader has gone; `println!` would panic.
+pub fn print(result: impl Display) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{}", escaped_lines(&result.to_string()))?;
+    Ok(out.flush()?)
+}
+
+/// An empty table with these columns, all of which are always shown.
+#[must_use]
+pub fn table(heads: &[&'static str]) -> FittedTable {
+    let columns: Vec<Column> = heads.iter().map(|head| column(head)).collect();
+    FittedTable::new(&columns)
+}

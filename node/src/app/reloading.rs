@@ -1,0 +1,63 @@
+//! What of a config a running replica takes: limits, probes and drain.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use api::backends::Backends;
+use api::proxy::Proxy;
+use arc_swap::ArcSwap;
+
+use super::formation;
+use crate::config::{Config, DrainConfig};
+
+/// Hands a config to a replica that runs, or is about to.
+#[derive(Clone, Default)]
+pub struct ReloadHandle(Arc<Mutex<ReloadState>>);
+
+enum ReloadState {
+    /// It is not running yet: it takes this when it does.
+    Starting(Option<Box<Config>>),
+    Running(RunningParts),
+}
+
+impl Default for ReloadState {
+    fn default() -> Self {
+        Self::Starting(None)
+    }
+}
+
+/// The parts that go by settings that can change.
+pub(super) struct RunningParts {
+    pub(super) proxy: Arc<Proxy>,
+    pub(super) backends: Arc<Backends>,
+    pub(super) drain: Arc<ArcSwap<DrainConfig>>,
+}
+
+impl ReloadHandle {
+    /// Has the settings of `config` in effect that can be.
+    pub(crate) fn take(&self, config: &Config) {
+        // Every change leaves it well formed.
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *state {
+            ReloadState::Starting(next) => *next = Some(Box::new(config.clone())),
+            ReloadState::Running(parts) => parts.take(config),
+        }
+    }
+
+    /// The replica runs.
+    pub(super) fn started(&self, parts: RunningParts) {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let ReloadState::Starting(Some(config)) = &*state {
+            parts.take(config);
+        }
+        *state = ReloadState::Running(parts);
+    }
+}
+
+impl RunningParts {
+    fn take(&self, config: &Config) {
+        self.proxy.replace_limits(formation::limits(&config.limits));
+        self.backends
+            .replace_settings(formation::probe_settings(config));
+        self.drain.store(Arc::new(config.drain.clone()));
+    }
+}

@@ -1,0 +1,81 @@
+//! The certificates of a replica, by the place that shows them.
+
+use std::fmt;
+use std::sync::Arc;
+
+use api::backends::EngineTls;
+use api::tls::{
+    CertificateSource, CertificateWatch, Certificates, ListenerFiles, PeerFiles, TlsSetupError,
+};
+use raft::{PeerTls, PeerTlsConfigs};
+
+use crate::config::Config;
+
+/// The certificates of a replica; `None` where it speaks in the clear.
+pub(super) struct ReplicaCertificates {
+    pub(super) data: Option<Arc<Certificates<ListenerFiles>>>,
+    pub(super) peer: Option<Arc<Certificates<PeerFiles>>>,
+    pub(super) engines: EngineTls,
+    watch: CertificateWatch,
+}
+
+impl fmt::Debug for ReplicaCertificates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ReplicaCertificates")
+    }
+}
+
+impl ReplicaCertificates {
+    /// Reads all files.
+    ///
+    /// # Errors
+    /// Says which setting is at fault.
+    pub(super) fn load(config: &Config) -> Result<Self, TlsSetupError> {
+        let mut watch = CertificateWatch::default();
+        let data = config.tls.data.files();
+        let peer = config
+            .tls
+            .peer
+            .files(&config.cluster.name, config.node.id.0);
+        let engines = taken("tls.backends", config.tls.backends.files(), &mut watch)?;
+        let engines = engines.map_or_else(EngineTls::default, EngineTls::with_certificates);
+        engines.expect_names(config.server_names.clone());
+        Ok(Self {
+            engines,
+            data: taken("tls.data", data, &mut watch)?,
+            peer: taken("tls.peer", peer, &mut watch)?,
+            watch,
+        })
+    }
+
+    /// How replicas prove themselves to each other with certificates, if they do.
+    pub(super) fn peer_tls(&self, cluster: &str) -> Option<PeerTls> {
+        let peer = Arc::clone(self.peer.as_ref()?);
+        Some(PeerTls::new(cluster, move || {
+            let current = peer.current();
+            PeerTlsConfigs {
+                server: Arc::clone(&current.server),
+                client: Arc::clone(&current.client),
+            }
+        }))
+    }
+
+    /// All of them, to be read again.
+    pub(super) fn watch(&self) -> CertificateWatch {
+        self.watch.clone()
+    }
+}
+
+/// Reads the files of one section, if it has any.
+fn taken<S: CertificateSource>(
+    section: &'static str,
+    source: Option<S>,
+    watch: &mut CertificateWatch,
+) -> Result<Option<Arc<Certificates<S>>>, TlsSetupError> {
+    let Some(source) = source else {
+        return Ok(None);
+    };
+    let certificates = Arc::new(Certificates::load(section, source)?);
+    watch.add(Arc::clone(&certificates));
+    Ok(Some(certificates))
+}

@@ -1,0 +1,323 @@
+//! `quorate backend ...`: the registry of engines.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::bail;
+use clap::Subcommand;
+use http::{Method, StatusCode};
+use lab::terminal::{self, FittedTable, column};
+use serde_json::{Map, Value, json};
+use tokio::time::{Instant, sleep};
+
+use super::client::{AdminTarget, encoded};
+use super::edit::{WriteArgs, document};
+use super::read::{ReadArgs, details, per_cent, print_json, thousandths};
+use super::table::cell;
+
+/// Interval at which a draining backend is looked at.
+const LOOK_INTERVAL: Duration = Duration::from_millis(250);
+/// Fields of a backend that are written.
+const FIELDS: [&str; 6] = [
+    "url",
+    "models",
+    "labels",
+    "capacity_blocks",
+    "kv_events",
+    "kv_replay",
+];
+
+/// What to do with backends.
+#[derive(Debug, Subcommand)]
+pub(super) enum BackendCommand {
+    /// List backends
+    List(ReadArgs),
+    /// Show all that is known of a backend
+    Show {
+        /// Id of the backend
+        id: String,
+        #[command(flatten)]
+        read: ReadArgs,
+    },
+    /// Register a backend
+    Add(AddBackendArgs),
+    /// Change a backend; what is not given stays
+    Set(SetBackendArgs),
+    /// Give a backend no new requests
+    Drain {
+        /// Id of the backend
+        id: String,
+        /// Wait until it has no requests; fail after this time
+        #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+        wait: Option<Duration>,
+        #[command(flatten)]
+        write: WriteArgs,
+    },
+    /// Give a drained backend requests again
+    Undrain {
+        /// Id of the backend
+        id: String,
+        #[command(flatten)]
+        write: WriteArgs,
+    },
+    /// Remove a backend with all that is known of its cache
+    Remove {
+        /// Id of the backend
+        id: String,
+        #[command(flatten)]
+        write: WriteArgs,
+    },
+}
+
+/// `quorate backend add`.
+#[derive(Debug, clap::Args)]
+pub(super) struct AddBackendArgs {
+    /// Id of the backend, which must be new
+    id: String,
+    /// Base URL of the engine
+    url: String,
+    #[command(flatten)]
+    fields: BackendFields,
+    #[command(flatten)]
+    write: WriteArgs,
+}
+
+/// `quorate backend set`.
+#[derive(Debug, clap::Args)]
+pub(super) struct SetBackendArgs {
+    /// Id of the backend
+    id: String,
+    /// Base URL of the engine; another one is another engine, whose cache is empty
+    #[arg(long)]
+    url: Option<String>,
+    #[command(flatten)]
+    fields: BackendFields,
+    /// Put a field back to its default; may be repeated
+    #[arg(long, value_name = "FIELD", value_parser = FIELDS[1..].to_vec())]
+    unset: Vec<String>,
+    /// Take all fields from this file, as `backend show --json` prints them; `-` is stdin
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["url", "unset", "models", "labels", "capacity_blocks", "kv_events", "kv_replay"])]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    write: WriteArgs,
+}
+
+/// Fields of a backend besides its URL.
+#[derive(Debug, clap::Args)]
+struct BackendFields {
+    /// Model that it serves; may be repeated [default: those that the engine names]
+    #[arg(long = "model", value_name = "NAME")]
+    models: Vec<String>,
+    /// Label; may be repeated
+    #[arg(long = "label", value_name = "NAME=VALUE", value_parser = label)]
+    labels: Vec<(String, String)>,
+    /// Blocks that its cache holds [default: as the engine says]
+    #[arg(long, value_name = "N")]
+    capacity_blocks: Option<u32>,
+    /// Endpoint of its KV events, or `auto`
+    #[arg(long, value_name = "ENDPOINT")]
+    kv_events: Option<String>,
+    /// Endpoint that replays KV events
+    #[arg(long, value_name = "ENDPOINT")]
+    kv_replay: Option<String>,
+}
+
+fn label(text: &str) -> Result<(String, String), String> {
+    let (name, value) = text.split_once('=').ok_or("expected NAME=VALUE")?;
+    Ok((name.to_owned(), value.to_owned()))
+}
+
+impl BackendFields {
+    /// Puts what was given into a backend.
+    fn lay_over(self, backend: &mut Value) {
+        if !self.models.is_empty() {
+            backend["models"] = json!(self.models);
+        }
+        for (name, value) in self.labels {
+            backend["labels"][name] = json!(value);
+        }
+        if let Some(blocks) = self.capacity_blocks {
+            backend["capacity_blocks"] = json!(blocks);
+        }
+        let endpoints = [("kv_events", self.kv_events), ("kv_replay", self.kv_replay)];
+        for (name, endpoint) in endpoints {
+            if let Some(endpoint) = endpoint {
+                backend[name] = json!(endpoint);
+            }
+        }
+    }
+}
+
+/// Runs `quorate backend ...`.
+pub(super) async fn run(command: BackendCommand) -> anyhow::Result<ExitCode> {
+    let (id, done, method, action, write, wait) = match command {
+        BackendCommand::List(args) => return list(args).await,
+        BackendCommand::Show { id, read } => return show(&id, read).await,
+        BackendCommand::Add(args) => return add(args).await,
+        BackendCommand::Set(args) => return set(args).await,
+        BackendCommand::Drain { id, wait, write } => (
+            id,
+            "gets no new requests",
+            Method::POST,
+            "/drain",
+            write,
+            wait,
+        ),
+        BackendCommand::Undrain { id, write } => (
+            id,
+            "gets requests again",
+            Method::POST,
+            "/undrain",
+            write,
+            None,
+        ),
+        BackendCommand::Remove { id, write } => (id, "removed", Method::DELETE, "", write, None),
+    };
+    let path = format!("{}{action}", path_of(&id));
+    let answer = write.target.send(method, &path, None).await?;
+    if let Some(wait) = wait {
+        idle(&write.target, &id, wait).await?;
+    }
+    write.done(&format!("backend {id}: {done}"), &answer)
+}
+
+fn path_of(id: &str) -> String {
+    format!("/admin/v1/backends/{}", encoded(id))
+}
+
+/// Runs `quorate backend list`, and `quorate backends`.
+pub(super) async fn list(args: ReadArgs) -> anyhow::Result<ExitCode> {
+    let backends = args.target.list("/admin/v1/backends", "backends").await?;
+    if args.json {
+        return print_json(&Value::Array(backends));
+    }
+    terminal::print(listed(&backends))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Backends as a table.
+pub(super) fn listed(backends: &[Value]) -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("backend"),
+        column("state"),
+        column("url").rank(3),
+        column("models").rank(4),
+        column("in flight").number(),
+        column("(here)").number().rank(6),
+        column("limit").number().rank(5),
+        column("waiting").number().rank(2),
+        column("kv use").number().rank(2),
+        column("owned").number().rank(4),
+        column("capacity").number().rank(5),
+        column("us/token").number().rank(6),
+        column("off").number().rank(6),
+        column("detail").prose().rank(1),
+    ]);
+    for backend in backends {
+        let served = match &backend["facts"]["models"] {
+            Value::Null => &backend["models"],
+            asked => asked,
+        };
+        table.add_row([
+            cell(&backend["id"]),
+            cell(&backend["state"]["name"]),
+            cell(&backend["url"]),
+            cell(served),
+            cell(&backend["in_flight"]["cluster"]),
+            cell(&backend["in_flight"]["here"]),
+            cell(&backend["service"]["limit"]),
+            cell(&backend["engine"]["waiting"]),
+            per_cent(&backend["engine"]["kv_usage_permille"]),
+            cell(&backend["owned_blocks"]),
+            cell(&backend["capacity"]["blocks"]),
+            thousandths(&backend["service"]["learnt"]["prefill_ns_per_token"]),
+            per_cent(&backend["service"]["accuracy"]["error_permille"]),
+            match &backend["circuit"]["is_open"] {
+                Value::Bool(true) => "its circuit is open".to_owned(),
+                _ => cell(&backend["state"]["detail"]),
+            },
+        ]);
+    }
+    table
+}
+
+async fn show(id: &str, read: ReadArgs) -> anyhow::Result<ExitCode> {
+    let backend = read.target.get(&path_of(id)).await?;
+    if read.json {
+        return print_json(&backend);
+    }
+    terminal::print(details(&backend))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn add(args: AddBackendArgs) -> anyhow::Result<ExitCode> {
+    let (target, path) = (&args.write.target, path_of(&args.id));
+    let latest = format!("{path}?read=linearizable");
+    if target.ask(Method::GET, &latest, None).await?.status == StatusCode::OK {
+        let id = &args.id;
+        bail!("backend {id} is there already: `quorate backend set {id}` changes it");
+    }
+    let mut backend = json!({ "url": args.url });
+    args.fields.lay_over(&mut backend);
+    let answer = target.send(Method::PUT, &path, Some(&backend)).await?;
+    args.write
+        .done(&format!("backend {}: registered", args.id), &answer)
+}
+
+async fn set(args: SetBackendArgs) -> anyhow::Result<ExitCode> {
+    let (target, path) = (&args.write.target, path_of(&args.id));
+    let backend = match &args.file {
+        Some(file) => document(file)?,
+        None => {
+            let latest = format!("{path}?read=linearizable");
+            let mut backend = written(&target.get(&latest).await?);
+            if let Some(url) = args.url {
+                backend["url"] = json!(url);
+            }
+            for field in &args.unset {
+                backend[field] = Value::Null;
+            }
+            args.fields.lay_over(&mut backend);
+            // An absent field has its default.
+            let given = |(_, value): &(&String, &Value)| !value.is_null();
+            let fields = backend.as_object().into_iter().flatten().filter(given);
+            fields
+                .map(|(name, value)| (name.clone(), value.clone()))
+                .collect::<Map<_, _>>()
+                .into()
+        }
+    };
+    let answer = target.send(Method::PUT, &path, Some(&backend)).await?;
+    args.write
+        .done(&format!("backend {}: changed", args.id), &answer)
+}
+
+/// Returns the fields of a backend that can be written.
+fn written(shown: &Value) -> Value {
+    let mut fields: BTreeMap<&str, Value> = FIELDS
+        .iter()
+        .map(|name| (*name, shown[name].clone()))
+        .collect();
+    let capacity = shown["capacity"]["configured_blocks"].clone();
+    fields.insert("capacity_blocks", capacity);
+    json!(fields)
+}
+
+/// Waits until a backend has no requests.
+async fn idle(target: &AdminTarget, id: &str, wait: Duration) -> anyhow::Result<()> {
+    let deadline = Instant::now() + wait;
+    loop {
+        let backend = target.get(&path_of(id)).await?;
+        let running = &backend["in_flight"]["cluster"];
+        if *running == 0 && backend["state"]["is_draining"] == true {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            let waited = humantime::format_duration(wait);
+            bail!("backend {id} drains, but has {running} requests after {waited}");
+        }
+        sleep(LOOK_INTERVAL).await;
+    }
+}

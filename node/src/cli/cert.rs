@@ -1,0 +1,264 @@
+//! `quorate cert`: the certificates of a cluster, made without other tools. An authority of its own
+//! signs one certificate per replica, for all its listeners, and one per operator.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::net::IpAddr;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, ensure};
+use lab::terminal::print;
+use rcgen::{
+    BasicConstraints, Certificate, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair, KeyUsagePurpose, SanType,
+};
+use time::{Duration, OffsetDateTime};
+
+use crate::private::private_folder;
+
+/// Name of the authority's files.
+const CA: &str = "ca";
+/// Names that a replica has for commands and probes on its own host.
+const OWN_HOST: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
+/// Certificates are valid from so long ago on, as clocks differ.
+const BACKDATED: Duration = Duration::hours(1);
+
+/// `quorate cert`.
+#[derive(Debug, clap::Subcommand)]
+pub(super) enum CertCommand {
+    /// Make the certificate authority of a cluster: ca.crt, and ca.key, which no replica needs
+    Ca(CaArgs),
+    /// Make a certificate per replica, for its peers, clients and operators
+    Node(NodeArgs),
+    /// Make a certificate for an operator or a client
+    Client(ClientArgs),
+}
+
+/// `quorate cert ca`.
+#[derive(Debug, clap::Args)]
+pub(super) struct CaArgs {
+    /// Folder to write to; made if missing
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Name of the cluster, as `cluster.name`
+    #[arg(long, value_name = "NAME", default_value = "quorate")]
+    cluster: String,
+    /// How long it is valid
+    #[arg(long, value_name = "N", default_value_t = 3650, value_parser = days())]
+    days: u32,
+}
+
+/// `quorate cert node`.
+#[derive(Debug, clap::Args)]
+pub(super) struct NodeArgs {
+    /// A replica's id, and the addresses and names at which clients and operators reach it
+    /// (`1=10.0.0.1,gpu-1.example`); may be repeated. Its peers only look at the id
+    #[arg(long, value_name = "ID[=HOST,...]", required = true)]
+    replica: Vec<ReplicaHosts>,
+    #[command(flatten)]
+    signed: SignedArgs,
+}
+
+/// `quorate cert client`.
+#[derive(Debug, clap::Args)]
+pub(super) struct ClientArgs {
+    /// Who it is for: the certificate's common name
+    #[arg(long, value_name = "NAME", value_parser = client_name)]
+    name: String,
+    #[command(flatten)]
+    signed: SignedArgs,
+}
+
+#[derive(Debug, clap::Args)]
+struct SignedArgs {
+    /// Folder to write to; made if missing
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Folder of ca.crt and ca.key. Default: that of --out
+    #[arg(long, value_name = "DIR")]
+    ca: Option<PathBuf>,
+    /// Name of the cluster, as `cluster.name`
+    #[arg(long, value_name = "NAME", default_value = "quorate")]
+    cluster: String,
+    /// How long it is valid
+    #[arg(long, value_name = "N", default_value_t = 365, value_parser = days())]
+    days: u32,
+}
+
+/// The value of `--replica`.
+#[derive(Debug, Clone)]
+struct ReplicaHosts {
+    id: u8,
+    hosts: Vec<String>,
+}
+
+impl std::str::FromStr for ReplicaHosts {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (id, hosts) = text.split_once('=').unwrap_or((text, ""));
+        let id = id.parse().ok().filter(|id| *id > 0);
+        let id = id.ok_or("expected an id from 1 to 255")?;
+        let hosts: Vec<_> = hosts.split(',').filter(|host| !host.is_empty()).collect();
+        match hosts.iter().find(|host| !is_host(host)) {
+            Some(host) => Err(format!("{host:?} is no address and no name of a host")),
+            None => Ok(Self {
+                id,
+                hosts: hosts.into_iter().map(str::to_owned).collect(),
+            }),
+        }
+    }
+}
+
+fn is_host(host: &str) -> bool {
+    let is_label = |label: &str| {
+        let mut bytes = label.bytes();
+        !label.is_empty() && bytes.all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte))
+    };
+    host.parse::<IpAddr>().is_ok() || host.split('.').all(is_label)
+}
+
+fn days() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=36_500)
+}
+
+fn client_name(text: &str) -> Result<String, String> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.@".contains(&byte);
+    let is_name = !text.is_empty() && text.bytes().all(is_plain) && !text.starts_with('.');
+    let is_taken = text == CA || text.starts_with("replica-");
+    match (is_name, is_taken) {
+        (true, false) => Ok(text.to_owned()),
+        (true, true) => Err("the file of an authority or a replica has this name".to_owned()),
+        (false, _) => Err("expected letters, digits, `-`, `_`, `.` and `@`".to_owned()),
+    }
+}
+
+/// Makes certificates.
+pub(super) fn run(command: CertCommand) -> anyhow::Result<ExitCode> {
+    let made = match command {
+        CertCommand::Ca(args) => ca(&args)?,
+        CertCommand::Node(args) => nodes(&args)?,
+        CertCommand::Client(args) => client(&args)?,
+    };
+    let lines: String = made
+        .iter()
+        .map(|file| format!("{}\n", file.display()))
+        .collect();
+    print(lines)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn ca(args: &CaArgs) -> anyhow::Result<Vec<PathBuf>> {
+    // Told apart by name too, where one follows another.
+    let name = format!("{} CA {:08x}", args.cluster, rand::random::<u32>());
+    let mut params = params(&name, args.days);
+    params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    let key = KeyPair::generate()?;
+    let certificate = params.self_signed(&key)?;
+    write(&args.out, CA, &certificate, &key)
+}
+
+fn nodes(args: &NodeArgs) -> anyhow::Result<Vec<PathBuf>> {
+    let signed = &args.signed;
+    let issuer = signed.issuer()?;
+    let mut made = Vec::new();
+    for ReplicaHosts { id, hosts } in &args.replica {
+        let name = format!("replica-{id}");
+        let mut params = params(&name, signed.days);
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![
+            ExtendedKeyUsagePurpose::ServerAuth,
+            ExtendedKeyUsagePurpose::ClientAuth,
+        ];
+        let for_peers = raft::certificate_names(&signed.cluster, *id);
+        let own = OWN_HOST.map(str::to_owned);
+        let names = for_peers.iter().chain(hosts).chain(&own);
+        params.subject_alt_names = names.map(|name| san(name)).collect::<Result<_, _>>()?;
+        made.extend(signed.sign(&name, &params, &issuer)?);
+    }
+    Ok(made)
+}
+
+fn client(args: &ClientArgs) -> anyhow::Result<Vec<PathBuf>> {
+    let signed = &args.signed;
+    let mut params = params(&args.name, signed.days);
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    signed.sign(&args.name, &params, &signed.issuer()?)
+}
+
+impl SignedArgs {
+    /// Reads the authority that signs.
+    fn issuer(&self) -> anyhow::Result<Issuer<'static, KeyPair>> {
+        let folder = self.ca.as_ref().unwrap_or(&self.out);
+        let read = |extension: &str| {
+            let file = folder.join(CA).with_extension(extension);
+            let hint = "`quorate cert ca` makes one; --ca names its folder";
+            let text = std::fs::read_to_string(&file);
+            text.with_context(|| format!("read {}: {hint}", file.display()))
+        };
+        let (certificate, key) = (read("crt")?, read("key")?);
+        let folder = folder.display();
+        let key = KeyPair::from_pem(&key).with_context(|| format!("read {folder}/ca.key"))?;
+        Issuer::from_ca_cert_pem(&certificate, key).with_context(|| format!("read {folder}/ca.crt"))
+    }
+
+    fn sign(
+        &self,
+        name: &str,
+        params: &CertificateParams,
+        issuer: &Issuer<'_, KeyPair>,
+    ) -> anyhow::Result<Vec<PathBuf>> {
+        let key = KeyPair::generate()?;
+        let certificate = params.signed_by(&key, issuer)?;
+        write(&self.out, name, &certificate, &key)
+    }
+}
+
+fn params(name: &str, days: u32) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    let now = OffsetDateTime::now_utc();
+    params.not_before = now - BACKDATED;
+    params.not_after = now + Duration::days(days.into());
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, name);
+    params.use_authority_key_identifier_extension = true;
+    params
+}
+
+fn san(name: &str) -> anyhow::Result<SanType> {
+    match name.parse::<IpAddr>() {
+        Ok(address) => Ok(SanType::IpAddress(address)),
+        Err(_) => Ok(SanType::DnsName(name.try_into()?)),
+    }
+}
+
+/// Writes a certificate and its key. Neither replaces a file.
+fn write(
+    folder: &Path,
+    name: &str,
+    certificate: &Certificate,
+    key: &KeyPair,
+) -> anyhow::Result<Vec<PathBuf>> {
+    private_folder(folder).with_context(|| format!("make folder {}", folder.display()))?;
+    let file = |extension: &str| folder.join(format!("{name}.{extension}"));
+    let (certificate_file, key_file) = (file("crt"), file("key"));
+    for file in [&certificate_file, &key_file] {
+        let exists = file.exists();
+        ensure!(!exists, "{} exists; move it away first", file.display());
+    }
+    let create = |file: &Path, mode: u32, text: String| {
+        let mut options = OpenOptions::new();
+        let options = options.write(true).create_new(true).mode(mode);
+        let written = options
+            .open(file)
+            .and_then(|mut open| open.write_all(text.as_bytes()));
+        written.with_context(|| format!("write {}", file.display()))
+    };
+    create(&key_file, 0o600, key.serialize_pem())?;
+    create(&certificate_file, 0o644, certificate.pem())?;
+    Ok(vec![certificate_file, key_file])
+}

@@ -1,0 +1,236 @@
+//! `quorate user ...`: counters, weights and limits.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::bail;
+use clap::Subcommand;
+use http::{Method, StatusCode};
+use lab::terminal::{self, FittedTable, column};
+use serde_json::{Value, json};
+
+use super::client::encoded;
+use super::edit::{WriteArgs, document};
+use super::read::{ReadArgs, details, limits, print_json, thousandths};
+use super::table::cell;
+
+/// What to do with users.
+#[derive(Debug, Subcommand)]
+pub(super) enum UserCommand {
+    /// List users, who used most first
+    List(ReadArgs),
+    /// Show all that is known of a user
+    Show {
+        /// Name of the user
+        name: String,
+        #[command(flatten)]
+        read: ReadArgs,
+    },
+    /// Set a user's weight and limits; what is not given stays
+    Set(SetUserArgs),
+    /// Delete a user who has no requests
+    Delete {
+        /// Name of the user
+        name: String,
+        #[command(flatten)]
+        write: WriteArgs,
+    },
+    /// Forget what a user has used of its limits per window
+    Forgive {
+        /// Name of the user
+        name: String,
+        #[command(flatten)]
+        write: WriteArgs,
+    },
+}
+
+/// `quorate user set`.
+#[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("bound").multiple(true).args(["requests", "tokens", "concurrent", "window"]))]
+pub(super) struct SetUserArgs {
+    /// Name of the user
+    name: String,
+    /// Share of the fleet relative to other users: 2 gets twice as much as 1
+    #[arg(long, value_parser = weight)]
+    weight: Option<u32>,
+    /// Requests per window
+    #[arg(long, value_name = "N")]
+    requests: Option<u32>,
+    /// Tokens per window, cached ones not counted
+    #[arg(long, value_name = "N")]
+    tokens: Option<u64>,
+    /// Requests at once
+    #[arg(long, value_name = "N")]
+    concurrent: Option<u32>,
+    /// Length of the window, such as `1m`
+    #[arg(long, value_name = "DURATION")]
+    window: Option<String>,
+    /// Remove the user's own limits, so that those of all users apply
+    #[arg(long, conflicts_with = "bound")]
+    no_limits: bool,
+    /// Take weight and limits from this file, as `user show --json` prints them; `-` is stdin
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["weight", "bound", "no_limits"])]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    write: WriteArgs,
+}
+
+/// Reads a weight, in thousandths.
+fn weight(text: &str) -> Result<u32, String> {
+    let expected = || "expected a number such as 2 or 0.5, with at most three decimals".to_owned();
+    let (whole, decimals) = text.split_once('.').unwrap_or((text, ""));
+    let is_number = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    if decimals.len() > 3 || whole.is_empty() || !is_number(whole) || !is_number(decimals) {
+        return Err(expected());
+    }
+    format!("{whole}{decimals:0<3}")
+        .parse()
+        .map_err(|_| expected())
+}
+
+/// Runs `quorate user ...`.
+pub(super) async fn run(command: UserCommand) -> anyhow::Result<ExitCode> {
+    match command {
+        UserCommand::List(args) => list(args).await,
+        UserCommand::Show { name, read } => {
+            let user = read.target.get(&path_of(&name)).await?;
+            if read.json {
+                return print_json(&user);
+            }
+            terminal::print(details(&user))?;
+            Ok(ExitCode::SUCCESS)
+        }
+        UserCommand::Set(args) => set(args).await,
+        UserCommand::Delete { name, write } => {
+            let path = path_of(&name);
+            let answer = write.target.send(Method::DELETE, &path, None).await?;
+            write.done(&format!("user {name}: deleted"), &answer)
+        }
+        UserCommand::Forgive { name, write } => {
+            let path = format!("{}/forgive", path_of(&name));
+            let answer = write.target.send(Method::POST, &path, None).await?;
+            write.done(&format!("user {name}: limits begin anew"), &answer)
+        }
+    }
+}
+
+fn path_of(name: &str) -> String {
+    format!("/admin/v1/users/{}", encoded(name))
+}
+
+/// Runs `quorate user list`, and `quorate users`: sorted by usage, highest first.
+pub(super) async fn list(args: ReadArgs) -> anyhow::Result<ExitCode> {
+    let mut users = args.target.list("/admin/v1/users", "users").await?;
+    users.sort_by_key(|user| std::cmp::Reverse(user["counter_milli_tokens"].as_u64()));
+    if args.json {
+        return print_json(&Value::Array(users));
+    }
+    let mut table = FittedTable::new(&[
+        column("user"),
+        column("weight").number().rank(2),
+        column("counter").number(),
+        column("in flight").number(),
+        column("waiting").number().rank(1),
+        column("limits").rank(2),
+        column("requests").number().rank(1),
+        column("input").number().rank(3),
+        column("cached").number().rank(3),
+        column("output").number().rank(3),
+        column("input 5m").number().rank(2),
+        column("output 5m").number().rank(2),
+    ]);
+    for user in &users {
+        let (total, window) = (&user["total"], &user["window"]);
+        let name = match user["name"].as_str() {
+            Some(name) if !name.is_empty() => cell(&user["name"]),
+            _ => cell(&user["key"]),
+        };
+        table.add_row([
+            name,
+            thousandths(&user["weight_milli"]),
+            thousandths(&user["counter_milli_tokens"]),
+            cell(&user["in_flight"]),
+            cell(&user["waiting"]["cluster"]),
+            limits(user),
+            cell(&total["requests"]),
+            cell(&total["input_uncached"]),
+            cell(&total["input_cached"]),
+            cell(&total["output"]),
+            cell(&window["input_uncached"]),
+            cell(&window["output"]),
+        ]);
+    }
+    terminal::print(table)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn set(args: SetUserArgs) -> anyhow::Result<ExitCode> {
+    let path = path_of(&args.name);
+    let body = match &args.file {
+        Some(file) => document(file)?,
+        None => args.changes(&path).await?,
+    };
+    let answer = args.write.target.send(Method::PUT, &path, Some(&body));
+    let what = format!("user {}: set", args.name);
+    args.write.done(&what, &answer.await?)
+}
+
+impl SetUserArgs {
+    /// Returns what the flags change. Limits are replaced as a whole, so that the user's present
+    /// ones are read.
+    async fn changes(&self, path: &str) -> anyhow::Result<Value> {
+        let mut body = json!({});
+        if let Some(weight) = self.weight {
+            body["weight_milli"] = json!(weight);
+        }
+        let bounds = [
+            ("requests", json!(self.requests)),
+            ("tokens", json!(self.tokens)),
+            ("concurrent", json!(self.concurrent)),
+            ("window", json!(self.window)),
+        ];
+        if bounds.iter().any(|(_, bound)| !bound.is_null()) {
+            let mut limits = self.present_limits(path).await?;
+            for (name, bound) in bounds {
+                if !bound.is_null() {
+                    limits[name] = bound;
+                }
+            }
+            body["limits"] = limits;
+        } else if self.no_limits {
+            body["limits"] = json!({});
+        }
+        if body == json!({}) {
+            bail!("nothing to set: give a weight, a limit or a file");
+        }
+        Ok(body)
+    }
+
+    async fn present_limits(&self, path: &str) -> anyhow::Result<Value> {
+        let latest = format!("{path}?read=linearizable");
+        let answer = self.write.target.ask(Method::GET, &latest, None).await?;
+        if answer.status == StatusCode::NOT_FOUND {
+            return Ok(json!({}));
+        }
+        let mut user = answer.success()?;
+        Ok(match user["limits"].take() {
+            Value::Null => json!({}),
+            limits => limits,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_are_decimal_numbers() {
+        for (text, milli) in [("2", 2000), ("0.5", 500), ("1.05", 1050), ("0.125", 125)] {
+            assert_eq!(weight(text), Ok(milli), "{text}");
+        }
+        for wrong in ["", ".5", "-1", "1.0001", "1e3", "9999999999"] {
+            assert!(weight(wrong).is_err(), "{wrong}");
+        }
+    }
+}

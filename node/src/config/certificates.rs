@@ -1,0 +1,75 @@
+//! Checks `[tls]`. The files are read when a config is checked, so that a fault is found before a
+//! replica starts, and again when it starts.
+
+use api::tls::{CertificateSource, TlsSetupError};
+
+use super::file::ConfigFile;
+use super::read::Settings;
+use super::tls::TlsConfig;
+
+/// Checks that the files can be used.
+pub(super) fn check(file: &ConfigFile, found: &mut Settings) {
+    let TlsConfig {
+        data,
+        peer,
+        backends,
+    } = &file.tls;
+    let keys = [
+        ("cert_file", backends.cert_file.is_some()),
+        ("key_file", backends.key_file.is_some()),
+    ];
+    if are_whole("tls.backends", &keys, 2, found)
+        && let Some(files) = backends.files()
+    {
+        refuse(files.load().err(), found);
+    }
+    let keys = [
+        ("cert_file", data.cert_file.is_some()),
+        ("key_file", data.key_file.is_some()),
+        ("client_ca_file", data.client_ca_file.is_some()),
+    ];
+    if are_whole("tls.data", &keys, 2, found)
+        && let Some(files) = data.files()
+    {
+        refuse(files.load().err(), found);
+    }
+    let keys = [
+        ("cert_file", peer.cert_file.is_some()),
+        ("key_file", peer.key_file.is_some()),
+        ("ca_file", peer.ca_file.is_some()),
+    ];
+    let is_sound = found.is_sound("node.id") && found.is_sound("cluster.name");
+    if !are_whole("tls.peer", &keys, 3, found) || !is_sound {
+        return;
+    }
+    if let Some(files) = peer.files(&file.cluster.name, file.node.id.0) {
+        if file.cluster.secret_file.is_some() {
+            let message = "cluster.secret_file is set beside tls.peer.cert_file".to_owned();
+            let expected = "one way in which replicas prove themselves";
+            found.refuse("cluster.secret_file", message, expected);
+        }
+        refuse(files.load().err(), found);
+    }
+}
+
+/// Whether the section has nothing, or all of the first `needed` keys.
+fn are_whole(section: &str, keys: &[(&str, bool)], needed: usize, found: &mut Settings) -> bool {
+    let Some((set, _)) = keys.iter().find(|(_, is_set)| *is_set) else {
+        return true;
+    };
+    let needed = &keys[..needed];
+    let Some((missing, _)) = needed.iter().find(|(_, is_set)| !is_set) else {
+        return true;
+    };
+    let path = format!("{section}.{set}");
+    let message = format!("{path} is set, {section}.{missing} is not");
+    let names: Vec<_> = needed.iter().map(|(name, _)| *name).collect();
+    found.refuse(&path, message, &format!("all of {}", names.join(", ")));
+    false
+}
+
+fn refuse(fault: Option<TlsSetupError>, found: &mut Settings) {
+    if let Some(fault) = fault {
+        found.refuse(&fault.key, fault.problem, &fault.expected);
+    }
+}

@@ -1,0 +1,21 @@
+//! The file of admin tokens, read at start and whenever it changes.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use api::admin::{TokenEntry, read_tokens};
+
+/// Reads the tokens, `name:role:sha256-hex` a line.
+///
+/// # Errors
+/// If the file cannot be read, anybody may write it, or a line is wrong. No secret is quoted.
+pub(crate) fn read(path: &Path) -> Result<Vec<TokenEntry>, String> {
+    let told = |error: std::io::Error| format!("read {path:?}: {error}");
+    let mode = std::fs::metadata(path).map_err(told)?.permissions().mode();
+    if mode & 0o002 != 0 {
+        let mode = mode & 0o777;
+        return Err(format!("{path:?}: anybody may write it (mode {mode:03o})"));
+    }
+    let text = std::fs::read_to_string(path).map_err(told)?;
+    read_tokens(&text).map_err(|why| format!("{path:?}: {why}"))
+}

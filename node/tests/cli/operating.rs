@@ -1,0 +1,251 @@
+//! The commands that operate a cluster, against a replica.
+
+use std::io::Write;
+use std::process::{Output, Stdio};
+
+use serde_json::{Value, json};
+
+use super::process::{Engine, Replica, free, program, until};
+
+/// Runs commands against one replica.
+struct Operator {
+    _engine: Engine,
+    replica: Replica,
+}
+
+impl Operator {
+    fn new() -> Self {
+        let engine = Engine::start();
+        let [peer] = free();
+        let config = format!("[[backends]]\nid = \"a\"\nurl = \"{}\"\n", engine.url);
+        let replica = Replica::start(1, peer, &config);
+        replica.ready();
+        Self {
+            _engine: engine,
+            replica,
+        }
+    }
+
+    fn run(&self, args: &str) -> Output {
+        let admin = format!("http://{}", self.replica.admin);
+        let mut all: Vec<&str> = args.split(' ').collect();
+        all.extend(["--admin", &admin]);
+        let mut command = program(env!("CARGO_BIN_EXE_quorate"), &all);
+        command.output().unwrap()
+    }
+
+    /// Runs a command that must succeed; returns what it prints.
+    fn done(&self, args: &str) -> String {
+        let output = self.run(args);
+        assert!(output.status.success(), "{args}: {output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Runs a command that must fail; returns why it does.
+    fn refused(&self, args: &str) -> String {
+        let output = self.run(args);
+        assert_eq!(output.status.code(), Some(1), "{args}: {output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    fn json(&self, args: &str) -> Value {
+        serde_json::from_str(&self.done(&format!("{args} --json"))).unwrap()
+    }
+
+    /// Runs a command that reads a document from stdin.
+    fn fed(&self, args: &str, document: &Value) {
+        let admin = format!("http://{}", self.replica.admin);
+        let mut all: Vec<&str> = args.split(' ').collect();
+        all.extend(["--file", "-", "--admin", &admin]);
+        let mut command = program(env!("CARGO_BIN_EXE_quorate"), &all);
+        let command = command.stdin(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.stdout(Stdio::null()).spawn().unwrap();
+        let mut stdin = child.stdin.take().unwrap();
+        stdin.write_all(document.to_string().as_bytes()).unwrap();
+        drop(stdin);
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{args}: {output:?}");
+    }
+}
+
+#[test]
+fn backends_are_added_changed_drained_and_removed() {
+    let operator = Operator::new();
+    let added = operator.done("backend add b http://127.0.0.1:1 --model m --label zone=x");
+    assert!(
+        added.starts_with("backend b: registered (log index "),
+        "{added}"
+    );
+    let refused = operator.refused("backend add b http://127.0.0.1:1");
+    assert!(refused.contains("quorate backend set b"), "{refused}");
+    operator.done("backend set b --label rack=2 --capacity-blocks 12");
+    let b = operator.json("backend show b");
+    assert_eq!(b["models"], json!(["m"]));
+    assert_eq!(b["labels"], json!({ "rack": "2", "zone": "x" }));
+    assert_eq!(b["capacity_blocks"], 12);
+    operator.done("backend set b --unset labels --unset capacity_blocks");
+    let b = operator.json("backend show b");
+    assert_eq!(
+        (&b["labels"], &b["capacity_blocks"]),
+        (&json!({}), &Value::Null)
+    );
+    operator.done("backend drain a --wait 30s");
+    assert_eq!(operator.replica.chat("emulated", "").status, 503);
+    operator.done("backend undrain a");
+    until("the backend is used again", || {
+        operator.replica.chat("emulated", "").status == 200
+    });
+    operator.done("backend remove b");
+    let gone = operator.refused("backend show b");
+    assert_eq!(gone.matches("no backend has the id").count(), 1, "{gone}");
+    assert!(
+        !gone.to_lowercase().contains("not found: not found"),
+        "{gone}"
+    );
+}
+
+#[test]
+fn policies_admission_and_users_are_set() {
+    let operator = Operator::new();
+    operator.done("policy set prefix-cache imbalance_abs_count=8");
+    let policy = operator.done("policy get");
+    assert!(
+        policy.starts_with("policy ") && policy.contains("prefix-cache"),
+        "{policy}"
+    );
+    assert_eq!(
+        operator.json("policy get")["config"]["imbalance_abs_count"],
+        8
+    );
+    operator.done("policy set session --model m");
+    assert_eq!(
+        operator.json("policy get --model m")["config"]["policy"],
+        "session"
+    );
+    operator.done("policy unset --model m");
+    assert_eq!(operator.json("policy get --model m")["is_of_model"], false);
+    let refused = operator.refused("policy set nonsense");
+    assert!(
+        refused.contains("nonsense") && refused.contains("least-request"),
+        "{refused}"
+    );
+
+    operator.done("admission set max_queue=77 user_limits.tokens=5000");
+    let admission = operator.json("admission get")["config"].clone();
+    assert_eq!(admission["max_queue"], 77);
+    assert_eq!(admission["user_limits"]["tokens"], 5000);
+    operator.done("admission set user_limits.tokens=null");
+    assert_eq!(operator.json("admission get")["config"]["max_queue"], 77);
+    operator.done("routing set prediction_off_permille=300");
+
+    operator.done("user set ada --weight 1.5 --requests 5");
+    operator.done("user set ada --window 1m");
+    let ada = operator.json("user show ada");
+    assert_eq!(ada["weight_milli"], 1500);
+    assert_eq!(
+        (&ada["limits"]["requests"], &ada["limits"]["window"]),
+        (&json!(5), &json!("1m"))
+    );
+    operator.done("user forgive ada");
+    operator.done("user set ada --no-limits");
+    assert_eq!(operator.json("user show ada")["limits"], Value::Null);
+    operator.done("user delete ada");
+    operator.refused("user show ada");
+    operator.refused("user set ada");
+}
+
+#[test]
+fn what_is_shown_can_be_written_back() {
+    let operator = Operator::new();
+    // Somebody whom nobody has configured.
+    assert_eq!(operator.replica.chat("emulated", "").status, 200);
+    operator.done("user set ada --weight 2 --tokens 500");
+    for (shown, written) in [
+        ("backend show a", "backend set a"),
+        ("user show anonymous", "user set anonymous"),
+        ("user show ada", "user set ada"),
+        ("policy get", "policy set"),
+        ("policy get --model m", "policy set --model m"),
+        ("routing get", "routing set"),
+        ("admission get", "admission set"),
+    ] {
+        let before = operator.json(shown);
+        operator.fed(written, &before);
+        let after = operator.json(shown);
+        let settings = [
+            "config",
+            "is_set",
+            "is_of_model",
+            "url",
+            "models",
+            "labels",
+            "capacity_blocks",
+            "incarnation",
+            "slot",
+            "weight_milli",
+            "is_configured",
+            "limits",
+        ];
+        for name in settings {
+            assert_eq!(before[name], after[name], "{shown}: {name}");
+        }
+    }
+}
+
+#[test]
+fn the_replica_that_can_answer_does() {
+    let operator = Operator::new();
+    let [nobody, peer, other_peer] = free();
+    // One that waits for a peer has no quorum.
+    let waiting = format!("[cluster]\npeers = [\"{peer}\", \"{other_peer}\"]\n");
+    let waiting = Replica::start(2, peer, &waiting);
+    until("it answers", || {
+        super::process::get(waiting.admin, "/livez").is_some()
+    });
+    let all = format!(
+        "{nobody},http://{},{}",
+        waiting.admin, operator.replica.admin
+    );
+    let run = |args: &[&str]| {
+        let args = [args, &["--admin", &all]].concat();
+        let output = program(env!("CARGO_BIN_EXE_quorate"), &args)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{args:?}: {output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert!(run(&["backend", "drain", "a"]).contains("gets no new requests"));
+    run(&["user", "set", "ada", "--weight", "2"]);
+    let nobody = format!("{nobody},127.0.0.1:1");
+    let args = ["status", "--admin", &nobody];
+    let output = program(env!("CARGO_BIN_EXE_quorate"), &args)
+        .output()
+        .unwrap();
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        told.contains("no replica answers") && told.contains("127.0.0.1:1"),
+        "{told}"
+    );
+}
+
+#[test]
+fn events_are_followed() {
+    let operator = Operator::new();
+    let dir = tempfile::TempDir::new().unwrap();
+    let seen = dir.path().join("events");
+    let admin = format!("http://{}", operator.replica.admin);
+    let mut events = program(
+        env!("CARGO_BIN_EXE_quorate"),
+        &["events", "--admin", &admin],
+    );
+    let events = events.stdout(std::fs::File::create(&seen).unwrap());
+    let mut child = events.spawn().unwrap();
+    let lines = || std::fs::read_to_string(&seen).unwrap();
+    until("it is connected", || lines().contains("connected"));
+    operator.done("backend drain a");
+    until("the event is told", || {
+        lines().contains("  backend  id=a change=draining\n")
+    });
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
