@@ -3,7 +3,7 @@
 //!
 //! What must hold: others read on where it was, no request fails elsewhere, nearly every prediction
 //! is what the engine then found, and when all is quiet the replicas believe of every prompt and
-//! every engine exactly what the engine's cache holds.
+//! every engine exactly what the engine's cache holds, and predict what the engine then finds.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -33,9 +33,12 @@ const BLOCK: u64 = 32;
 const ENGINE_BLOCKS_FULL: u64 = 240;
 /// Longest wait for one answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Predictions that must be right, in hundredths. Wrong are those whose engine evicted for requests
-/// under way, and those asked while no reader was there: 3 to 6 of 302.
-const RIGHT_PERCENT_MIN: u64 = 97;
+/// Predictions that must be right under load, in hundredths. Wrong are those whose engine evicted for
+/// requests under way, those asked while no reader was there, and those asked before the last event
+/// was applied: 3 to 5 of 302 when nothing else runs, 15 beside a build.
+const RIGHT_PERCENT_MIN: u64 = 90;
+/// Requests that are sent one at a time, each when every event is applied: all must be right.
+const REQUESTS_AT_REST: usize = 20;
 
 /// What came of a request.
 struct Answer {
@@ -167,6 +170,26 @@ async fn wait_exact(cluster: &ProcessCluster, replica: usize, without: u64) -> a
     .await
 }
 
+/// Waits until the log knows the block size of every engine: the first that is told begins the
+/// reading of all anew.
+async fn wait_sized(cluster: &ProcessCluster, http: &JsonClient) -> anyhow::Result<()> {
+    let body = json!({ "model": "emulated", "prompt": "" });
+    let asked = json!({ "path": "/v1/completions", "headers": {}, "body": body });
+    for replica in 0..cluster.replicas() {
+        let admin = cluster.admin_addr(replica);
+        let url = format!("http://{admin}/admin/v1/explain");
+        until("every block size is told", async || {
+            let backends = cluster.ask(replica, "/admin/v1/backends").await?;
+            let list = backends["backends"].as_array().context("no backends")?;
+            let is_known = |it: &Value| it["engine"]["block_size"].is_u64();
+            let explained = http.call(Method::POST, &url, Some(&asked)).await?;
+            Ok(list.iter().all(is_known) && explained["outbox"]["queued_items"] == 0)
+        })
+        .await?;
+    }
+    Ok(())
+}
+
 /// Compares what a replica believes of the last prompts with what the engines hold.
 async fn check_beliefs(
     http: &JsonClient,
@@ -217,14 +240,12 @@ async fn start() -> anyhow::Result<ProcessCluster> {
     .await
 }
 
-/// Waits until what is believed is what the engines hold, and checks that the replicas agree and
-/// the engines have evicted; answers how many beliefs were compared.
-async fn check_at_rest(
+/// The URL of each engine.
+async fn engines(
     cluster: &ProcessCluster,
-    witness: usize,
-    load: &Load<'_>,
-) -> anyhow::Result<u64> {
-    let backends = cluster.ask(witness, "/admin/v1/backends").await?;
+    replica: usize,
+) -> anyhow::Result<BTreeMap<String, String>> {
+    let backends = cluster.ask(replica, "/admin/v1/backends").await?;
     let backends = backends["backends"].as_array().context("no backends")?;
     let engine = |it: &Value| {
         Some((
@@ -232,14 +253,21 @@ async fn check_at_rest(
             it["url"].as_str()?.to_owned(),
         ))
     };
-    let engines: BTreeMap<String, String> = backends.iter().filter_map(engine).collect();
-    let admin = cluster.admin_addr(witness);
-    let bodies = load.bodies.borrow().clone();
-    // The last events may be on their way.
+    Ok(backends.iter().filter_map(engine).collect())
+}
+
+/// Waits until a replica believes of the prompts what the engines hold: the last events may be on
+/// their way. Answers how many beliefs were compared.
+async fn wait_right(
+    http: &JsonClient,
+    admin: SocketAddr,
+    engines: &BTreeMap<String, String>,
+    bodies: &BTreeMap<usize, Value>,
+) -> anyhow::Result<u64> {
     let (compared, last) = (Cell::new(0), RefCell::new(None));
     let settled = until(
         "beliefs and caches are the same",
-        async || match check_beliefs(load.http, admin, &engines, &bodies).await {
+        async || match check_beliefs(http, admin, engines, bodies).await {
             Ok(count) => {
                 compared.set(count);
                 Ok(true)
@@ -253,6 +281,43 @@ async fn check_at_rest(
     settled
         .await
         .with_context(|| format!("{:?}", last.borrow()))?;
+    Ok(compared.get())
+}
+
+/// Asks the next turn of a chat once every event is applied at the replica that is asked, and
+/// checks that the prediction is what the engine finds.
+async fn ask_at_rest(cluster: &ProcessCluster, load: &Load<'_>) -> anyhow::Result<()> {
+    let (chat, replica, body) = load.next();
+    let up = load.replicas.borrow().clone();
+    let number = up.iter().position(|it| it.as_ref() == Some(&replica));
+    let number = number.context("the replica is up")?;
+    let engines = engines(cluster, number).await?;
+    let bodies = BTreeMap::from([(chat, body.clone())]);
+    wait_right(load.http, cluster.admin_addr(number), &engines, &bodies).await?;
+    let answer = ask(load.http, &replica, &body).await?;
+    ensure!(
+        answer.predicted * BLOCK == answer.cached,
+        "at rest {} blocks were predicted, {} tokens found",
+        answer.predicted,
+        answer.cached
+    );
+    let reply = json!({ "role": "assistant", "content": answer.reply });
+    load.chats.borrow_mut()[chat].push(reply);
+    load.busy.borrow_mut()[chat] = false;
+    Ok(())
+}
+
+/// Waits until what is believed is what the engines hold, and checks that the replicas agree and
+/// the engines have evicted; answers how many beliefs were compared.
+async fn check_at_rest(
+    cluster: &ProcessCluster,
+    witness: usize,
+    load: &Load<'_>,
+) -> anyhow::Result<u64> {
+    let engines = engines(cluster, witness).await?;
+    let admin = cluster.admin_addr(witness);
+    let bodies = load.bodies.borrow().clone();
+    let compared = wait_right(load.http, admin, &engines, &bodies).await?;
     cluster.check_digests().await?;
     for url in engines.values() {
         let body = json!({ "model": "emulated", "prompt": "" });
@@ -264,14 +329,15 @@ async fn check_at_rest(
             "an engine of 320 blocks holds {held}: none was evicted"
         );
     }
-    Ok(compared.get())
+    Ok(compared)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn another_replica_reads_on_and_nothing_is_wrongly_owned() -> anyhow::Result<()> {
     let mut cluster = start().await?;
-    wait_exact(&cluster, 0, 0).await?;
     let http = JsonClient::new(ANSWER_TIMEOUT);
+    wait_sized(&cluster, &http).await?;
+    wait_exact(&cluster, 0, 0).await?;
     let urls = (0..cluster.replicas()).map(|number| Some(cluster.data_url(number).to_owned()));
     let load = Load {
         http: &http,
@@ -310,9 +376,12 @@ async fn another_replica_reads_on_and_nothing_is_wrongly_owned() -> anyhow::Resu
     wait_exact(&cluster, witness, reader).await?;
     cluster.wait_idle().await?;
     let compared = check_at_rest(&cluster, witness, &load).await?;
+    for _ in 0..REQUESTS_AT_REST {
+        ask_at_rest(&cluster, &load).await?;
+    }
     cluster.stop();
     println!(
-        "{right} of {ended} predictions right; another replica was exact after {:?}; {} beliefs compared",
+        "{right} of {ended} predictions right under load; another replica was exact after {:?}; {} beliefs compared",
         took.get().unwrap_or_default(),
         compared
     );

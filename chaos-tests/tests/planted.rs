@@ -34,6 +34,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("api.OutboxRenumbersUnknown", "I38", CUT_SHORT, 6, 18),
     ("api.OutboxChargesUnknownAgain", "I38", CUT_SHORT, 6, 7),
     ("api.DrainingChosen", "I39", &[], 4, 3),
+    ("api.ShareIgnored", "I70", &[], 4, 1),
     ("api.MinorityUnnoticed", "I32", &[Fault::LoseState], 2, 1),
     ("node.UnknownAcknowledged", "I29", CUT_SHORT, 6, 1),
     ("node.UnknownRenumbered", "I30", CUT_OFF, 6, 1),

@@ -44,6 +44,12 @@ pub struct LimitWatch {
     before: BTreeMap<(BackendRef, u64), GroupLook>,
     /// Moments at which requests had started, of a group that agreed then and the moment before.
     pub starts: u64,
+    /// Of these, those after which several replicas together ran as many as they may.
+    pub filled: u64,
+    /// Looks at a limited backend at which a group agreed.
+    pub agreed: u64,
+    /// Looks at which the replicas of an epoch did not, or one of them was not seen.
+    pub disagreed: u64,
     /// The first time that one started beyond the limit.
     pub exceeded: Option<String>,
 }
@@ -58,7 +64,11 @@ impl LimitWatch {
                 groups.entry(look.epoch).or_default().push(*look);
             }
             for (epoch, group) in groups {
-                let Some(look) = agreed(&group) else { continue };
+                let Some(look) = agreed(&group) else {
+                    self.disagreed += 1;
+                    continue;
+                };
+                self.agreed += 1;
                 if let Some(before) = self.before.get(&(*backend, epoch)) {
                     self.compare(at_us, *before, look, &group);
                 }
@@ -73,6 +83,7 @@ impl LimitWatch {
             return;
         }
         self.starts += 1;
+        self.filled += u64::from(now.members > 1 && now.running >= now.limit);
         // Those who do not know yet that another one is over may each start one.
         let most = match before.is_over {
             true => now.limit.max(before.running) + now.members - 1,

@@ -152,8 +152,10 @@ pub(super) fn config(
             format!("join = [{}]", quoted(&mut others))
         }
     };
+    // Nobody else is in the namespaces of a test.
+    let is_insecure = !own.admin.ip().is_loopback() || !own.peer.ip().is_loopback();
     let mut text = format!(
-        "[node]\nid = {id}\ndata_dir = {:?}\n\n\
+        "insecure = {is_insecure}\n[node]\nid = {id}\ndata_dir = {:?}\n\n\
          [listen]\ndata = \"{}\"\nadmin = \"{}\"\npeer = \"{}\"\nadvertise = {:?}\n\n\
          [cluster]\n{membership}\n{}\n\n\
          [users]\nexpose = \"full\"\n{}\n\n",

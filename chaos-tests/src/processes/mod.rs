@@ -5,6 +5,7 @@
 //! Everything that a cluster started ends with it. When a cluster is dropped without
 //! [`ProcessCluster::stop`], its test has failed, and the ends of its logs are printed.
 
+pub mod agreement;
 mod binary;
 pub mod book;
 pub mod checks;

@@ -90,6 +90,7 @@ pub fn run(run: &SeedOptions) -> anyhow::Result<SeedReport> {
         .map(|((what, how), count)| ((what.to_owned(), how.to_owned()), count))
         .collect();
     searched(&world, &mut outcomes);
+    watched(&world, &mut outcomes);
     let report = SeedReport {
         seed: run.seed,
         outcome: done.map_or_else(SeedResult::Broke, |()| SeedResult::Held),
@@ -157,4 +158,19 @@ fn searched(world: &World, outcomes: &mut BTreeMap<(String, String), u64>) {
     ] {
         outcomes.insert(("histories searched".to_owned(), how.to_owned()), count);
     }
+}
+
+/// How often limits were looked at, and what there was to see: the subjects of I70.
+fn watched(world: &World, outcomes: &mut BTreeMap<(String, String), u64>) {
+    world.ledger.with(|record| {
+        let limits = &record.observation.limits;
+        for (how, count) in [
+            ("agreed", limits.agreed),
+            ("disagreed", limits.disagreed),
+            ("started at", limits.starts),
+            ("filled by several", limits.filled),
+        ] {
+            outcomes.insert(("limits watched".to_owned(), how.to_owned()), count);
+        }
+    });
 }
