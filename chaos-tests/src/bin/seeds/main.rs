@@ -19,6 +19,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use tally::SeedCounts;
 
+/// A simulated cluster allocates as much as it computes.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// Runs simulated clusters, each from one seed, and says which promise did not hold.
 #[derive(Debug, Clone, Parser)]
 struct SeedsArgs {
