@@ -8,6 +8,8 @@ mod alike;
 mod backups;
 #[path = "cluster/blocks.rs"]
 mod blocks;
+#[path = "cluster/client.rs"]
+mod client;
 #[path = "cluster/config.rs"]
 mod config_file;
 #[path = "cluster/decisions.rs"]
@@ -29,6 +31,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use client::Http;
 use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::{BodyExt, Full};
 use hyper_util::client::legacy::Client;
@@ -51,101 +54,6 @@ const SYSTEM: &str = "You are the keeper of a lighthouse. Answer in one sentence
     without naming the sea. If somebody asks for the weather, tell the time instead. If somebody \
     asks for the time, tell them that the lamp is lit, and that it has been lit all night long. \
     Never say who built the tower, how tall it is, or how many steps lead up to the lamp room.";
-
-struct Http(JsonClient);
-
-impl Http {
-    fn new() -> Self {
-        Self(JsonClient::new(PATIENCE))
-    }
-
-    async fn send(
-        &self,
-        method: Method,
-        url: &str,
-        body: &Value,
-    ) -> (StatusCode, HeaderMap, Value) {
-        let answer = self.0.send(method, url, Some(body)).await.unwrap();
-        let json = answer.json().unwrap_or(Value::Null);
-        (answer.status, answer.headers, json)
-    }
-
-    async fn text(&self, url: &str) -> String {
-        let answer = self.0.send(Method::GET, url, None).await.unwrap();
-        String::from_utf8(answer.body.to_vec()).unwrap()
-    }
-
-    async fn get(&self, url: &str) -> (StatusCode, Value) {
-        let answer = self.0.send(Method::GET, url, None).await.unwrap();
-        (answer.status, answer.json().unwrap_or(Value::Null))
-    }
-
-    /// Asks one question of a conversation and answers the headers.
-    async fn chat(&self, at: &Addresses, user: &str, question: &str) -> HeaderMap {
-        let messages = json!([
-            { "role": "system", "content": format!("{SYSTEM} You talk to {user}.") },
-            { "role": "user", "content": question },
-        ]);
-        let body =
-            json!({ "model": "emulated", "messages": messages, "max_tokens": 4, "user": user });
-        let url = format!("http://{}/v1/chat/completions", at.data);
-        let (status, headers, answer) = self.send(Method::POST, &url, &body).await;
-        assert_eq!(status, StatusCode::OK, "{answer}");
-        headers
-    }
-
-    async fn digest(&self, at: &Addresses) -> Value {
-        let (status, digest) = self
-            .get(&format!("http://{}/admin/v1/digest", at.admin))
-            .await;
-        assert_eq!(status, StatusCode::OK, "{digest}");
-        digest
-    }
-
-    /// Waits until every replica is ready.
-    async fn ready(&self, replicas: &[Addresses]) {
-        for at in replicas {
-            let url = format!("http://{}/readyz", at.admin);
-            let is_ready = async || {
-                let (status, answer) = self.get(&url).await;
-                status == StatusCode::OK && answer["status"] == "ready"
-            };
-            until(&format!("{url} says ready"), is_ready).await;
-        }
-    }
-
-    /// Waits until the replicas stand at one index, and checks that they then hold one state.
-    async fn agree(&self, replicas: &[Addresses]) {
-        let same_index = async || {
-            let mut digests = Vec::new();
-            for at in replicas {
-                digests.push(self.digest(at).await);
-            }
-            let is_same = digests
-                .iter()
-                .all(|digest| digest["index"] == digests[0]["index"]);
-            if is_same {
-                assert!(
-                    digests.iter().all(|digest| *digest == digests[0]),
-                    "{digests:?}"
-                );
-            }
-            is_same
-        };
-        until("all replicas stand at one index", same_index).await;
-    }
-
-    /// Waits until no user has a request in flight by the replicated state.
-    async fn quiet(&self, at: &Addresses) {
-        let url = format!("http://{}/admin/v1/users", at.admin);
-        let is_quiet = async || {
-            let (_, answer) = self.get(&url).await;
-            let users = answer["users"].as_array().unwrap();
-            !users.is_empty() && users.iter().all(|user| user["in_flight"] == 0)
-        };
-        until("no request is in flight", is_quiet).await;
-    }
-}
 
 /// Waits for a condition that stays true once it is.
 async fn until(what: &str, condition: impl AsyncFn() -> bool) {

@@ -1,0 +1,99 @@
+//! What tests ask replicas, as clients and as operators.
+
+use super::*;
+
+/// A client of both listeners of all replicas.
+pub(super) struct Http(pub(super) JsonClient);
+
+impl Http {
+    pub(super) fn new() -> Self {
+        Self(JsonClient::new(PATIENCE))
+    }
+
+    pub(super) async fn send(
+        &self,
+        method: Method,
+        url: &str,
+        body: &Value,
+    ) -> (StatusCode, HeaderMap, Value) {
+        let answer = self.0.send(method, url, Some(body)).await.unwrap();
+        let json = answer.json().unwrap_or(Value::Null);
+        (answer.status, answer.headers, json)
+    }
+
+    pub(super) async fn text(&self, url: &str) -> String {
+        let answer = self.0.send(Method::GET, url, None).await.unwrap();
+        String::from_utf8(answer.body.to_vec()).unwrap()
+    }
+
+    pub(super) async fn get(&self, url: &str) -> (StatusCode, Value) {
+        let answer = self.0.send(Method::GET, url, None).await.unwrap();
+        (answer.status, answer.json().unwrap_or(Value::Null))
+    }
+
+    /// Asks one question of a conversation and answers the headers.
+    pub(super) async fn chat(&self, at: &Addresses, user: &str, question: &str) -> HeaderMap {
+        let messages = json!([
+            { "role": "system", "content": format!("{SYSTEM} You talk to {user}.") },
+            { "role": "user", "content": question },
+        ]);
+        let body =
+            json!({ "model": "emulated", "messages": messages, "max_tokens": 4, "user": user });
+        let url = format!("http://{}/v1/chat/completions", at.data);
+        let (status, headers, answer) = self.send(Method::POST, &url, &body).await;
+        assert_eq!(status, StatusCode::OK, "{answer}");
+        headers
+    }
+
+    pub(super) async fn digest(&self, at: &Addresses) -> Value {
+        let (status, digest) = self
+            .get(&format!("http://{}/admin/v1/digest", at.admin))
+            .await;
+        assert_eq!(status, StatusCode::OK, "{digest}");
+        digest
+    }
+
+    /// Waits until every replica is ready.
+    pub(super) async fn ready(&self, replicas: &[Addresses]) {
+        for at in replicas {
+            let url = format!("http://{}/readyz", at.admin);
+            let is_ready = async || {
+                let (status, answer) = self.get(&url).await;
+                status == StatusCode::OK && answer["status"] == "ready"
+            };
+            until(&format!("{url} says ready"), is_ready).await;
+        }
+    }
+
+    /// Waits until the replicas stand at one index, and checks that they then hold one state.
+    pub(super) async fn agree(&self, replicas: &[Addresses]) {
+        let same_index = async || {
+            let mut digests = Vec::new();
+            for at in replicas {
+                digests.push(self.digest(at).await);
+            }
+            let is_same = digests
+                .iter()
+                .all(|digest| digest["index"] == digests[0]["index"]);
+            if is_same {
+                assert!(
+                    digests.iter().all(|digest| *digest == digests[0]),
+                    "{digests:?}"
+                );
+            }
+            is_same
+        };
+        until("all replicas stand at one index", same_index).await;
+    }
+
+    /// Waits until no user has a request in flight by the replicated state.
+    pub(super) async fn quiet(&self, at: &Addresses) {
+        let url = format!("http://{}/admin/v1/users", at.admin);
+        let is_quiet = async || {
+            let (_, answer) = self.get(&url).await;
+            let users = answer["users"].as_array().unwrap();
+            !users.is_empty() && users.iter().all(|user| user["in_flight"] == 0)
+        };
+        until("no request is in flight", is_quiet).await;
+    }
+}
