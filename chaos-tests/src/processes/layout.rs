@@ -7,7 +7,6 @@ use std::path::Path;
 use anyhow::Context as _;
 
 use super::options::{Addresses, ClusterOptions, Site};
-use super::ports;
 use crate::netns::NetnsNetwork;
 
 /// Ports on hosts of their own.
@@ -41,7 +40,7 @@ impl Layout {
     }
 
     fn on_loopback(replicas: usize, engines: usize) -> anyhow::Result<Self> {
-        let ports = ports::free(3 * replicas + engines)?;
+        let ports = lab::ports::free(3 * replicas + engines)?;
         let at = |port: u16| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let (replica_ports, engine_ports) = ports.split_at(3 * replicas);
         let of_replica = |ports: &[u16]| Addresses {

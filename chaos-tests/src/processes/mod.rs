@@ -16,7 +16,6 @@ mod layout;
 pub mod load;
 mod look;
 mod options;
-mod ports;
 mod waiting;
 
 use std::fs;

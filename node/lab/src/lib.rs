@@ -8,6 +8,7 @@
 pub mod engine;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
+pub mod ports;
 pub mod replay;
 pub mod rng;
 pub mod simulate;

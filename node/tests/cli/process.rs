@@ -2,7 +2,7 @@
 
 use std::fs::{File, Permissions};
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -31,11 +31,10 @@ fn is_met(mut condition: impl FnMut() -> bool) -> bool {
     false
 }
 
-/// Addresses on loopback that nobody listens at.
+/// Addresses on loopback that nobody listens at, and no other call of this process gets.
 pub(super) fn free<const N: usize>() -> [SocketAddr; N] {
-    // All are bound before the first is released, so that they differ.
-    let bound = [(); N].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
-    bound.map(|listener| listener.local_addr().unwrap())
+    let ports: [u16; N] = lab::ports::free(N).unwrap().try_into().unwrap();
+    ports.map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)))
 }
 
 /// The program with arguments, without the settings of whoever runs the tests.

@@ -1,0 +1,69 @@
+//! Ports for processes that are started later, or stopped and started again.
+//!
+//! They lie below the range from which the kernel takes ports for outgoing connections (32768 and
+//! up), so that no connection occupies one while its process is down. One process is given none
+//! twice, and processes side by side begin at different places.
+
+use std::io;
+use std::net::TcpListener;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU16, Ordering};
+
+const FIRST: u16 = 20_000;
+const COUNT: u16 = 12_000;
+/// Spreads process ids that follow one another (2^32 divided by the golden ratio).
+const SPREAD: u32 = 2_654_435_769;
+
+static PORTS: LazyLock<Ports> = LazyLock::new(|| {
+    let high = std::process::id().wrapping_mul(SPREAD) >> 16;
+    Ports::from(u16::try_from(high).unwrap_or(0))
+});
+
+/// Returns `count` ports on loopback that nobody listens at.
+///
+/// # Errors
+/// [`io::ErrorKind::AddrInUse`] when fewer are free.
+pub fn free(count: usize) -> io::Result<Vec<u16>> {
+    PORTS.free(count)
+}
+
+struct Ports(AtomicU16);
+
+impl Ports {
+    fn from(place: u16) -> Self {
+        Self(AtomicU16::new(place))
+    }
+
+    fn free(&self, count: usize) -> io::Result<Vec<u16>> {
+        let next = || FIRST + self.0.fetch_add(1, Ordering::Relaxed) % COUNT;
+        let tried = (0..COUNT).map(|_| next());
+        let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+        let found: Vec<_> = tried.filter(is_free).take(count).collect();
+        if found.len() < count {
+            let told = format!("only {} of {count} ports are free", found.len());
+            return Err(io::Error::new(io::ErrorKind::AddrInUse, told));
+        }
+        Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn no_port_is_given_out_twice() {
+        let ports: BTreeSet<_> = (0..50).flat_map(|_| free(3).unwrap()).collect();
+        assert_eq!(ports.len(), 150);
+    }
+
+    #[test]
+    fn a_port_that_somebody_listens_at_is_not_free() {
+        let place = 7000;
+        let port = Ports::from(place).free(1).unwrap()[0];
+        let _listening = TcpListener::bind(("127.0.0.1", port)).unwrap();
+        assert!(!Ports::from(place).free(20).unwrap().contains(&port));
+    }
+}
