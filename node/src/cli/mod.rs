@@ -234,7 +234,10 @@ fn report(error: &anyhow::Error, is_json: bool) {
         _ if is_json => eprintln!("{}", read::shown(&error_json(error).to_string())),
         Some(errors) => {
             let stderr = std::io::stderr();
-            eprint!("{}", errors.render(is_coloured(&stderr), columns_of(&stderr)));
+            eprint!(
+                "{}",
+                errors.render(is_coloured(&stderr), columns_of(&stderr))
+            );
         }
         None => eprintln!("{}", escaped_lines(&format!("error: {}", told(error)))),
     }
