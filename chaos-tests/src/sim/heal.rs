@@ -42,8 +42,8 @@ impl World {
                 asked.push((*id, self.stage.read_all(seat.run, core, handle)));
             }
         }
-        self.wait("every replica answers reads and a request", |_| {
-            unanswered(&asked)
+        self.wait("every replica answers reads and a request", |world| {
+            world.unanswered(&asked)
         })?;
         self.wait("the cluster is at rest", Self::is_whole)?;
         self.observe_healed();
@@ -134,6 +134,18 @@ impl World {
                 }
                 Err(_) => {}
             }
+        }
+    }
+
+    /// Whether all have answered but those that were removed meanwhile: a removal whose caller had no
+    /// answer may still take place.
+    fn unanswered(&self, asked: &[(u8, Arc<AtomicBool>)]) -> Result<(), String> {
+        let is_waited_for = |(id, done): &&(u8, Arc<AtomicBool>)| {
+            !done.load(Ordering::Relaxed) && !self.seats.get(id).is_none_or(|seat| seat.is_gone)
+        };
+        match asked.iter().find(is_waited_for) {
+            Some((id, _)) => Err(format!("replica {id} has not answered")),
+            None => Ok(()),
         }
     }
 
@@ -231,13 +243,6 @@ impl World {
                     .insert(state::ids::ReplicaId(*id), at_rest);
             });
         }
-    }
-}
-
-fn unanswered(asked: &[(u8, Arc<AtomicBool>)]) -> Result<(), String> {
-    match asked.iter().find(|(_, done)| !done.load(Ordering::Relaxed)) {
-        Some((id, _)) => Err(format!("replica {id} has not answered")),
-        None => Ok(()),
     }
 }
 
