@@ -32,7 +32,7 @@ struct AuditResponse {
 struct AuditedWrite {
     #[serde(flatten)]
     entry: AuditEntry,
-    /// Name of the token it was written with, if it came through this replica.
+    /// Name of the token or certificate it was written with, if it came through this replica.
     #[serde(skip_serializing_if = "Option::is_none")]
     who: Option<Arc<str>>,
     #[serde(skip_serializing_if = "Option::is_none")]

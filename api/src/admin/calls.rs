@@ -1,7 +1,7 @@
 //! The last calls of this replica that take more than the right to read, with who made them and from
 //! where.
 //!
-//! Tokens are matters of each replica, and who holds them is nothing to replicate. Each call is a
+//! Tokens and certificates are matters of each replica, and who holds them is nothing to replicate. Each call is a
 //! line in the log too, which is where it is kept for good.
 
 use std::collections::VecDeque;
@@ -12,7 +12,7 @@ use http::Uri;
 use serde::Serialize;
 use state::ids::LogIndex;
 
-use super::roles::AdminRole;
+use super::roles::{AdminRole, CallerProof};
 use crate::shown::escaped;
 
 /// Calls that are kept, the newest ones.
@@ -31,9 +31,11 @@ pub(super) struct WriteIndex(pub(super) LogIndex);
 pub(super) struct AuditedCall {
     /// Unix time, in milliseconds.
     pub(super) at_ms: u64,
-    /// Name of its token; `None`: tokens are not checked here.
+    /// Name of the token or certificate; `None`: nobody has to have one here.
     pub(super) who: Option<Arc<str>>,
     pub(super) role: Option<AdminRole>,
+    /// How the caller has proven who it is; `None`: nobody has to.
+    pub(super) by: Option<CallerProof>,
     pub(super) from: Option<IpAddr>,
     pub(super) method: String,
     /// With its query, shortened.
@@ -54,6 +56,7 @@ impl CallLog {
             target: TARGET,
             who = call.who.as_deref(),
             role = call.role.map(AdminRole::name),
+            by = call.by.map(CallerProof::name),
             from = call.from.map(tracing::field::display),
             method = call.method,
             path = call.path,

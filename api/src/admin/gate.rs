@@ -1,9 +1,12 @@
 //! Lets calls of the admin API through: who calls, and may it? Writes are noted with who and from
 //! where.
 //!
-//! A call without a right token learns nothing but that: 401, whatever it asks for. With a right
-//! token that may too little, the 403 names the role that is needed. Without a tokens file every
-//! caller may do everything; such a listener belongs on loopback.
+//! A caller proves who it is by a token in the call, or else by the certificate that its connection
+//! began with. A token alone decides where there is one: it is what the caller says of this call,
+//! while the certificate is there for whatever is sent. A call without either, or with a wrong
+//! token, learns nothing but that: 401, whatever it asks for. With a right one that may too little,
+//! the 403 names the role that is needed. Without tokens and authorities of operators every caller
+//! may do everything; such a listener belongs on loopback.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -21,10 +24,11 @@ use prometheus_client::metrics::family::Family;
 use super::Admin;
 use super::answer::retry_after;
 use super::calls::{AuditedCall, CallLog, WriteIndex, shown_path};
+use super::certified::{CallerCertificate, CertifiedOperators};
 use super::failures::FailedTries;
-use super::roles::{AdminRole, Permission};
+use super::roles::{AdminRole, Operator, Permission};
 use super::routes::permission;
-use super::tokens::{AdminTokens, TokenHolder};
+use super::tokens::AdminTokens;
 use crate::clock::Clock;
 use crate::error::Problem;
 use crate::proxy::client_of;
@@ -43,8 +47,9 @@ pub(super) struct CallerAddress(pub(super) SocketAddr);
 pub(super) struct Gate(Arc<GateState>);
 
 struct GateState {
-    /// `None`: everybody may do everything.
+    /// `None`, as `certified` is: everybody may do everything.
     tokens: Option<AdminTokens>,
+    certified: Option<CertifiedOperators>,
     is_metrics_public: bool,
     tries: FailedTries,
     calls: Arc<CallLog>,
@@ -61,13 +66,15 @@ struct RefusalLabels {
 /// Why a call does not get through.
 #[derive(Debug, PartialEq, Eq)]
 enum CallRefusal {
-    /// It has no token, or one that nobody has.
+    /// It has no token and no certificate, or a token that nobody has.
     Unauthorized,
     /// Its source has sent too many wrong tokens.
     Slowed(Duration),
-    /// Its token's role does not suffice.
+    /// Its certificate is of an authority of operators, but of no operator.
+    NoOperator(String),
+    /// The operator's role does not suffice.
     Forbidden {
-        holder: TokenHolder,
+        operator: Operator,
         needed: AdminRole,
     },
 }
@@ -78,12 +85,13 @@ impl Gate {
         admin.metrics.register(|registry| {
             registry.register(
                 "quorate_admin_refused",
-                "Calls of the admin API refused for their token: none or a wrong one, too weak a role, or too many wrong ones before",
+                "Calls of the admin API refused: no or a wrong token, a certificate of no operator, too weak a role, or too many wrong tokens before",
                 refused.clone(),
             );
         });
         Self(Arc::new(GateState {
             tokens: admin.tokens.clone(),
+            certified: admin.certified.clone(),
             is_metrics_public: admin.is_metrics_public,
             tries: FailedTries::default(),
             calls: Arc::clone(calls),
@@ -105,25 +113,26 @@ pub(super) async fn guard(State(gate): State<Gate>, request: Request, next: Next
         at_ms: gate.clock.unix_ms(),
         who: None,
         role: None,
+        by: None,
         from,
         method: request.method().to_string(),
         path: shown_path(request.uri()),
         status: 0,
         index: None,
     });
-    match gate.admit(request.headers(), from, needed) {
-        Ok(holder) => {
+    match gate.admit(&request, from, needed) {
+        Ok(operator) => {
             let response = next.run(request).await;
-            gate.note(call, holder, &response);
+            gate.note(call, operator, &response);
             response
         }
         Err(refusal) => {
             gate.tell(&refusal, from);
-            let holder = refusal.holder();
+            let operator = refusal.operator();
             let response = refusal.into_response();
             // What nobody stands for is counted only, or strangers would fill the list.
-            if holder.is_some() {
-                gate.note(call, holder, &response);
+            if operator.is_some() {
+                gate.note(call, operator, &response);
             }
             response
         }
@@ -134,37 +143,55 @@ impl GateState {
     /// Whose call this is; `None`: nobody has to say.
     fn admit(
         &self,
-        headers: &HeaderMap,
+        request: &Request,
         from: Option<IpAddr>,
         needed: Permission,
-    ) -> Result<Option<TokenHolder>, CallRefusal> {
-        let Some(tokens) = &self.tokens else {
+    ) -> Result<Option<Operator>, CallRefusal> {
+        if self.tokens.is_none() && self.certified.is_none() {
             return Ok(None);
-        };
+        }
         match needed {
             Permission::Open => return Ok(None),
             Permission::Scrape if self.is_metrics_public => return Ok(None),
             Permission::Scrape | Permission::Role(_) => {}
         }
-        let secret = bearer(headers).ok_or(CallRefusal::Unauthorized)?;
-        let source = client_of(from.unwrap_or(Ipv4Addr::UNSPECIFIED.into()));
-        self.tries.may_try(source).map_err(CallRefusal::Slowed)?;
-        let Some(holder) = tokens.holder(secret) else {
-            self.tries.failed(source);
-            return Err(CallRefusal::Unauthorized);
+        let operator = match request.headers().contains_key(AUTHORIZATION) {
+            true => self.by_token(request.headers(), from)?,
+            false => self.by_certificate(request.extensions().get())?,
         };
         let needed = needed.role();
-        match holder.role >= needed {
-            true => Ok(Some(holder)),
-            false => Err(CallRefusal::Forbidden { holder, needed }),
+        match operator.role >= needed {
+            true => Ok(Some(operator)),
+            false => Err(CallRefusal::Forbidden { operator, needed }),
         }
     }
 
-    fn note(&self, call: Option<AuditedCall>, holder: Option<TokenHolder>, response: &Response) {
+    fn by_token(&self, headers: &HeaderMap, from: Option<IpAddr>) -> Result<Operator, CallRefusal> {
+        let secret = bearer(headers).ok_or(CallRefusal::Unauthorized)?;
+        let source = client_of(from.unwrap_or(Ipv4Addr::UNSPECIFIED.into()));
+        self.tries.may_try(source).map_err(CallRefusal::Slowed)?;
+        let holder = self.tokens.as_ref().and_then(|it| it.holder(secret));
+        if holder.is_none() {
+            self.tries.failed(source);
+        }
+        holder.ok_or(CallRefusal::Unauthorized)
+    }
+
+    fn by_certificate(&self, shown: Option<&CallerCertificate>) -> Result<Operator, CallRefusal> {
+        let (Some(certified), Some(shown)) = (&self.certified, shown) else {
+            return Err(CallRefusal::Unauthorized);
+        };
+        let unix_s = i64::try_from(self.clock.unix_ms() / 1000).unwrap_or(i64::MAX);
+        let operator = certified.operator(&shown.0, unix_s);
+        operator.map_err(CallRefusal::NoOperator)
+    }
+
+    fn note(&self, call: Option<AuditedCall>, operator: Option<Operator>, response: &Response) {
         let is_call = response.status() != StatusCode::METHOD_NOT_ALLOWED;
         if let Some(mut call) = call.filter(|_| is_call) {
-            call.role = holder.as_ref().map(|holder| holder.role);
-            call.who = holder.map(|holder| holder.name);
+            call.role = operator.as_ref().map(|operator| operator.role);
+            call.by = operator.as_ref().map(|operator| operator.by);
+            call.who = operator.map(|operator| operator.name);
             call.status = response.status().as_u16();
             let index = response.extensions().get::<WriteIndex>();
             call.index = index.map(|index| index.0);
@@ -187,14 +214,15 @@ impl CallRefusal {
         match self {
             Self::Unauthorized => "token",
             Self::Slowed(_) => "slowed",
+            Self::NoOperator(_) => "certificate",
             Self::Forbidden { .. } => "role",
         }
     }
 
-    fn holder(&self) -> Option<TokenHolder> {
+    fn operator(&self) -> Option<Operator> {
         match self {
-            Self::Unauthorized | Self::Slowed(_) => None,
-            Self::Forbidden { holder, .. } => Some(holder.clone()),
+            Self::Unauthorized | Self::Slowed(_) | Self::NoOperator(_) => None,
+            Self::Forbidden { operator, .. } => Some(operator.clone()),
         }
     }
 
@@ -217,14 +245,22 @@ impl CallRefusal {
                 let seconds = u32::try_from(wait.as_secs()).unwrap_or(u32::MAX);
                 retry_after(problem, seconds.saturating_add(1))
             }
-            Self::Forbidden { holder, needed } => Problem::new(
+            Self::NoOperator(why) => Problem::new(
                 StatusCode::FORBIDDEN,
-                "role",
-                "the token's role does not suffice",
+                "certificate",
+                "the certificate is of no operator",
             )
-            .detail(format!("expected the role {needed}, found {}", holder.role))
-            .member("needed_role", needed.name())
+            .detail(why)
             .into_response(),
+            Self::Forbidden { operator, needed } => {
+                let title = "the role does not suffice";
+                let problem = Problem::new(StatusCode::FORBIDDEN, "role", title);
+                let found = operator.role;
+                problem
+                    .detail(format!("expected the role {needed}, found {found}"))
+                    .member("needed_role", needed.name())
+                    .into_response()
+            }
         }
     }
 }

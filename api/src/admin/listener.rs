@@ -1,29 +1,37 @@
-//! The admin listener: how many connections it accepts, and how long it waits for a request.
+//! The admin listener: how many connections it accepts, with or without TLS, and how long it waits
+//! for a request.
 //!
 //! Operators, probes and scrapers share it. A client that opens connections without sending a
 //! complete request takes one of few places, and not for long.
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::Router;
-use http::Request;
+use http::{Request, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use prometheus_client::metrics::counter::Counter;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tower::ServiceExt;
 
+use super::certified::CallerCertificate;
 use super::gate::CallerAddress;
 use super::{Admin, STREAMS_MAX, router};
 use crate::backends::pool::prepare;
+use crate::error::Problem;
+use crate::tls::{
+    self, CertificateFacts, Certificates, ClearRefusal, ListenerFiles, MaybeTls, ServerConfig,
+    TlsAcceptError,
+};
 
 /// Maximum number of open connections, including event streams. Others wait in the listener's
 /// backlog.
@@ -39,8 +47,33 @@ const KEEP_ALIVE: Duration = Duration::from_secs(20);
 /// Pause after a failed accept. The usual cause, a lack of descriptors, does not end at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves the admin API until `stop`, then until all requests in progress are answered.
-pub async fn serve(listener: TcpListener, admin: Arc<Admin>, stop: CancellationToken) {
+/// What a client hears that speaks HTTP in the clear where TLS is spoken.
+static NO_TLS: LazyLock<ClearRefusal> = LazyLock::new(|| {
+    let title = "this port speaks TLS; use https://";
+    let problem = Problem::new(StatusCode::BAD_REQUEST, "tls", title);
+    let body = serde_json::to_vec(&problem);
+    ClearRefusal {
+        content_type: "application/problem+json",
+        body: body.expect("strings and numbers serialise").into(),
+    }
+});
+
+/// Serves the admin API until `stop`, then until all requests in progress are answered. With
+/// certificates it speaks TLS only; each connection takes those that are current when it begins.
+pub async fn serve(
+    listener: TcpListener,
+    admin: Arc<Admin>,
+    tls: Option<Arc<Certificates<ListenerFiles>>>,
+    stop: CancellationToken,
+) {
+    let handshakes_failed = Counter::default();
+    admin.metrics.register(|registry| {
+        registry.register(
+            "quorate_admin_tls_handshakes_failed",
+            "Connections to the admin listener that ended before TLS was established",
+            handshakes_failed.clone(),
+        );
+    });
     let router = router(admin);
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let open = TaskTracker::new();
@@ -52,9 +85,14 @@ pub async fn serve(listener: TcpListener, admin: Arc<Admin>, stop: CancellationT
         };
         match accepted {
             Ok((stream, peer, place)) => {
-                let (router, stop) = (router.clone(), stop.clone());
+                let connection = AdminConnection {
+                    router: router.clone(),
+                    tls: tls.as_ref().map(|tls| tls.current()),
+                    handshakes_failed: handshakes_failed.clone(),
+                    stop: stop.clone(),
+                };
                 open.spawn(async move {
-                    converse((stream, peer), router, stop).await;
+                    connection.serve(stream, peer).await;
                     drop(place);
                 });
             }
@@ -79,37 +117,91 @@ async fn accept(
     Ok((stream, peer, place))
 }
 
-async fn converse(
-    (stream, peer): (TcpStream, SocketAddr),
+/// What serving a connection takes.
+struct AdminConnection {
     router: Router,
+    /// `None`: in the clear.
+    tls: Option<Arc<ServerConfig>>,
+    handshakes_failed: Counter,
     stop: CancellationToken,
-) {
-    if let Err(error) = prepare(&stream, KEEP_ALIVE) {
-        tracing::debug!(%error, "connection closed before it was served");
-        return;
+}
+
+impl AdminConnection {
+    async fn serve(self, stream: TcpStream, peer: SocketAddr) {
+        let stream = match self.secure(stream).await {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::debug!(%peer, %error, "connection ended before it was served");
+                return;
+            }
+        };
+        let shown = stream.peer_certificates().first();
+        let certificate = shown.and_then(CertificateFacts::of_der);
+        let certificate = certificate.map(|facts| CallerCertificate(Arc::new(facts)));
+        let service = self.router.map_request(move |request: Request<Incoming>| {
+            named(request, CallerAddress(peer), certificate.clone())
+        });
+        let service = TowerToHyperService::new(service);
+        let connection = builder().serve_connection(TokioIo::new(stream), service);
+        let mut connection = std::pin::pin!(connection);
+        let ended = tokio::select! {
+            biased;
+            ended = connection.as_mut() => ended,
+            () = self.stop.cancelled() => {
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            }
+        };
+        if let Err(error) = ended {
+            tracing::debug!(%peer, %error, "connection ended");
+        }
     }
+
+    /// Prepares a socket, and runs the handshake if there are certificates.
+    async fn secure(&self, stream: TcpStream) -> Result<MaybeTls<TcpStream>, TlsAcceptError> {
+        prepare(&stream, KEEP_ALIVE)?;
+        let Some(config) = self.tls.clone() else {
+            return Ok(MaybeTls::Clear(stream));
+        };
+        let handshake = timeout(
+            HEAD_TIMEOUT,
+            tls::accept(stream, config, &NO_TLS, |stream| stream),
+        );
+        let secured = tokio::select! {
+            biased;
+            () = self.stop.cancelled() => Err(io::Error::from(io::ErrorKind::Interrupted).into()),
+            secured = handshake => match secured {
+                Ok(secured) => secured,
+                Err(_) => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+            },
+        };
+        if secured.is_err() {
+            self.handshakes_failed.inc();
+        }
+        secured
+    }
+}
+
+/// Tells the gate who sends a request.
+fn named(
+    mut request: Request<Incoming>,
+    address: CallerAddress,
+    certificate: Option<CallerCertificate>,
+) -> Request<Incoming> {
+    let extensions = request.extensions_mut();
+    extensions.insert(address);
+    if let Some(certificate) = certificate {
+        extensions.insert(certificate);
+    }
+    request
+}
+
+fn builder() -> http1::Builder {
     let mut builder = http1::Builder::new();
     builder
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
         .max_headers(HEADERS_MAX)
         .max_buf_size(HEAD_BYTES_MAX);
-    let service = router.map_request(move |mut request: Request<Incoming>| {
-        request.extensions_mut().insert(CallerAddress(peer));
-        request
-    });
-    let service = TowerToHyperService::new(service);
-    let connection = builder.serve_connection(TokioIo::new(stream), service);
-    let mut connection = std::pin::pin!(connection);
-    let ended = tokio::select! {
-        biased;
-        ended = connection.as_mut() => ended,
-        () = stop.cancelled() => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
-        }
-    };
-    if let Err(error) = ended {
-        tracing::debug!(%error, "connection ended");
-    }
+    builder
 }

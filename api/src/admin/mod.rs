@@ -5,8 +5,8 @@
 //! through the log and answer with the index at which they were committed, or say that their
 //! outcome is unknown. Errors are problem+json. What `GET` answers can be edited and sent to `PUT`.
 //!
-//! With a tokens file, each call needs a token whose role suffices for its route (`gate`, `routes`);
-//! without one, the listener belongs on loopback. Requests that a browser sends on behalf of another
+//! With a tokens file, or authorities of operators, each call needs a token or a certificate whose
+//! role suffices for its route (`gate`, `routes`); without either, the listener belongs on loopback. Requests that a browser sends on behalf of another
 //! site are rejected (`origin`).
 
 mod admission;
@@ -16,6 +16,7 @@ mod backends;
 mod backup;
 mod bins;
 mod calls;
+mod certified;
 mod cluster;
 mod config;
 mod decisions;
@@ -50,6 +51,7 @@ use http::StatusCode;
 use state::StateView;
 use tokio::sync::Semaphore;
 
+pub use certified::{CertifiedOperators, role_name};
 pub use explain::explain_offline;
 pub use listener::serve;
 pub use roles::{AdminRole, AdminRoleError};
@@ -117,8 +119,10 @@ pub struct Admin {
     pub file: SharedFileSettings,
     /// Host names of the listener, in addition to addresses and `localhost`.
     pub hosts: Vec<String>,
-    /// Who may call what; `None`: everybody may do everything.
+    /// Who may call what; `None`, as `certified` is: everybody may do everything.
     pub tokens: Option<AdminTokens>,
+    /// Who may call what without a token; `None`: certificates of clients tell nothing.
+    pub certified: Option<CertifiedOperators>,
     /// Whether `/metrics` needs no token.
     pub is_metrics_public: bool,
 }

@@ -2,10 +2,11 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use serde::Serialize;
 
-/// What the holder of a token may do; each role may do what those before it may.
+/// What an operator may do; each role may do what those before it may.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AdminRole {
@@ -15,6 +16,32 @@ pub enum AdminRole {
     Operator,
     /// Changes who is in the cluster, and takes out or replaces its whole state.
     Admin,
+}
+
+/// Who calls: the holder of a token or of a certificate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Operator {
+    pub(super) name: Arc<str>,
+    pub(super) role: AdminRole,
+    pub(super) by: CallerProof,
+}
+
+/// How a caller proves who it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum CallerProof {
+    Token,
+    Certificate,
+}
+
+impl CallerProof {
+    /// Its name in the audit.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Token => "token",
+            Self::Certificate => "certificate",
+        }
+    }
 }
 
 /// Text that names no role.
@@ -59,7 +86,7 @@ pub(super) enum Permission {
     Open,
     /// The role `viewer`, unless the config opens `/metrics`.
     Scrape,
-    /// A token with this role or a stronger one.
+    /// This role or a stronger one.
     Role(AdminRole),
 }
 

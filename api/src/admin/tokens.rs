@@ -14,7 +14,7 @@ use base64::prelude::BASE64_URL_SAFE_NO_PAD;
 use sha2::{Digest, Sha256};
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
-use super::roles::AdminRole;
+use super::roles::{AdminRole, CallerProof, Operator};
 
 /// Beginning of a drawn token, by which scanners of sources and logs can find one that leaked.
 const PREFIX: &str = "qat-";
@@ -37,13 +37,6 @@ pub struct TokenEntry {
 #[derive(Clone, Default)]
 pub struct AdminTokens(Arc<ArcSwap<Vec<TokenEntry>>>);
 
-/// Whose token a call has.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct TokenHolder {
-    pub(super) name: Arc<str>,
-    pub(super) role: AdminRole,
-}
-
 impl AdminTokens {
     /// Has these tokens and no others accepted from here on.
     pub fn replace(&self, entries: Vec<TokenEntry>) {
@@ -51,7 +44,7 @@ impl AdminTokens {
     }
 
     /// Whose token this is; `None`: nobody's.
-    pub(super) fn holder(&self, secret: &[u8]) -> Option<TokenHolder> {
+    pub(super) fn holder(&self, secret: &[u8]) -> Option<Operator> {
         let entries = self.0.load();
         let hash: TokenHash = Sha256::digest(secret).into();
         let mut found = u32::MAX;
@@ -60,9 +53,10 @@ impl AdminTokens {
             found = u32::conditional_select(&found, &nth, is_it);
         }
         let entry = entries.get(usize::try_from(found).ok()?)?;
-        Some(TokenHolder {
+        Some(Operator {
             name: Arc::clone(&entry.name),
             role: entry.role,
+            by: CallerProof::Token,
         })
     }
 }

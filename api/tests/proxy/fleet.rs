@@ -404,6 +404,7 @@ fn admin(
         file: api::settings::SharedFileSettings::default(),
         hosts: Vec::new(),
         tokens: None,
+        certified: None,
         is_metrics_public: false,
     }))
 }

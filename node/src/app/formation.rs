@@ -28,14 +28,19 @@ pub(super) fn raft_options(
 ) -> ReplicaOptions {
     let at = |port: u16| format!("{}:{port}", config.listen.host());
     let advertise = at(peer.port());
+    let url = |port: u16, has_tls: bool| match has_tls {
+        true => format!("https://{}", at(port)),
+        false => format!("http://{}", at(port)),
+    };
+    let (data, admin) = (&config.tls.data.cert_file, &config.tls.admin.cert_file);
     let labels = BTreeMap::from([
         (
             "data".to_owned(),
-            format!("http://{}", at(config.listen.data.port())),
+            url(config.listen.data.port(), data.is_some()),
         ),
         (
             "admin".to_owned(),
-            format!("http://{}", at(config.listen.admin.port())),
+            url(config.listen.admin.port(), admin.is_some()),
         ),
         ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
         formats::label(),

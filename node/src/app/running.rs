@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use api::admin::{self, Admin};
+use api::admin::{self, Admin, CertifiedOperators};
 use api::backends::Hooks;
 use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
@@ -123,7 +123,13 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let proxy = tokio::spawn(serving);
     let admin = admin(&core, reading, metrics, (readiness, file), &config);
     spawn_loops(&core, Arc::clone(&admin.kv_board));
-    core.beside(admin::serve(sockets.admin, admin, core.stopping()));
+    let stopping = core.stopping();
+    core.beside(admin::serve(
+        sockets.admin,
+        admin,
+        tls.admin.clone(),
+        stopping,
+    ));
     follow_files(&core, &config, &tls);
     tracing::info!(
         replica = config.node.id.0,
@@ -238,6 +244,12 @@ fn admin(
         file,
         hosts: formation::own_hosts(config),
         tokens: config.admin_tokens.clone(),
+        certified: config
+            .tls
+            .admin
+            .client_ca_file
+            .as_ref()
+            .map(|_| CertifiedOperators::of_cluster(&config.cluster.name)),
         is_metrics_public: config.admin.metrics_public,
     })
 }

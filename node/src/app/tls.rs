@@ -14,6 +14,7 @@ use crate::config::Config;
 /// The certificates of a replica; `None` where it speaks in the clear.
 pub(super) struct ReplicaCertificates {
     pub(super) data: Option<Arc<Certificates<ListenerFiles>>>,
+    pub(super) admin: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) peer: Option<Arc<Certificates<PeerFiles>>>,
     pub(super) engines: EngineTls,
     watch: CertificateWatch,
@@ -43,6 +44,7 @@ impl ReplicaCertificates {
         Ok(Self {
             engines,
             data: taken("tls.data", data, &mut watch)?,
+            admin: taken("tls.admin", config.tls.admin.files(), &mut watch)?,
             peer: taken("tls.peer", peer, &mut watch)?,
             watch,
         })

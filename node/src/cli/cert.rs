@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, ensure};
+use api::admin::{AdminRole, role_name};
 use lab::terminal::print;
 use rcgen::{
     BasicConstraints, Certificate, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa,
@@ -22,6 +23,8 @@ use crate::private::private_folder;
 const CA: &str = "ca";
 /// Names that a replica has for commands and probes on its own host.
 const OWN_HOST: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
+/// Longest common name, in bytes.
+const CLIENT_NAME_BYTES_MAX: usize = 64;
 /// Certificates are valid from so long ago on, as clocks differ.
 const BACKDATED: Duration = Duration::hours(1);
 
@@ -64,9 +67,13 @@ pub(super) struct NodeArgs {
 /// `quorate cert client`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ClientArgs {
-    /// Who it is for: the certificate's common name
-    #[arg(long, value_name = "NAME", value_parser = client_name)]
+    /// Who it is for: the certificate's common name, by which an operator is audited
+    #[arg(value_parser = client_name)]
     name: String,
+    /// Make its holder an operator: where `tls.admin.client_ca_file` trusts the authority, it needs
+    /// no token. `viewer` reads, `operator` changes routing, `admin` changes the cluster
+    #[arg(long, value_name = "ROLE")]
+    role: Option<AdminRole>,
     #[command(flatten)]
     signed: SignedArgs,
 }
@@ -126,12 +133,15 @@ fn days() -> clap::builder::RangedI64ValueParser<u32> {
 
 fn client_name(text: &str) -> Result<String, String> {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.@".contains(&byte);
-    let is_name = !text.is_empty() && text.bytes().all(is_plain) && !text.starts_with('.');
+    let is_short = (1..=CLIENT_NAME_BYTES_MAX).contains(&text.len());
+    let is_name = is_short && text.bytes().all(is_plain) && !text.starts_with('.');
     let is_taken = text == CA || text.starts_with("replica-");
     match (is_name, is_taken) {
         (true, false) => Ok(text.to_owned()),
         (true, true) => Err("the file of an authority or a replica has this name".to_owned()),
-        (false, _) => Err("expected letters, digits, `-`, `_`, `.` and `@`".to_owned()),
+        (false, _) => Err(format!(
+            "expected at most {CLIENT_NAME_BYTES_MAX} letters, digits, `-`, `_`, `.` and `@`"
+        )),
     }
 }
 
@@ -187,6 +197,9 @@ fn client(args: &ClientArgs) -> anyhow::Result<Vec<PathBuf>> {
     let mut params = params(&args.name, signed.days);
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    if let Some(role) = args.role {
+        params.subject_alt_names = vec![san(&role_name(&signed.cluster, role))?];
+    }
     signed.sign(&args.name, &params, &signed.issuer()?)
 }
 

@@ -5,12 +5,13 @@ use api::tls::{CertificateSource, TlsSetupError};
 
 use super::file::ConfigFile;
 use super::read::Settings;
-use super::tls::TlsConfig;
+use super::tls::{AdminTlsConfig, TlsConfig};
 
 /// Checks that the files can be used.
 pub(super) fn check(file: &ConfigFile, found: &mut Settings) {
     let TlsConfig {
         data,
+        admin,
         peer,
         backends,
     } = &file.tls;
@@ -33,6 +34,7 @@ pub(super) fn check(file: &ConfigFile, found: &mut Settings) {
     {
         refuse(files.load().err(), found);
     }
+    check_admin(admin, found);
     let keys = [
         ("cert_file", peer.cert_file.is_some()),
         ("key_file", peer.key_file.is_some()),
@@ -47,6 +49,25 @@ pub(super) fn check(file: &ConfigFile, found: &mut Settings) {
             let message = "cluster.secret_file is set beside tls.peer.cert_file".to_owned();
             let expected = "one way in which replicas prove themselves";
             found.refuse("cluster.secret_file", message, expected);
+        }
+        refuse(files.load().err(), found);
+    }
+}
+
+fn check_admin(admin: &AdminTlsConfig, found: &mut Settings) {
+    let keys = [
+        ("cert_file", admin.cert_file.is_some()),
+        ("key_file", admin.key_file.is_some()),
+        ("client_ca_file", admin.client_ca_file.is_some()),
+    ];
+    if !are_whole("tls.admin", &keys, 2, found) {
+        return;
+    }
+    if let Some(files) = admin.files() {
+        if admin.terminated_upstream {
+            let path = "tls.admin.terminated_upstream";
+            let message = format!("{path} is true beside tls.admin.cert_file");
+            found.refuse(path, message, "one place where TLS ends");
         }
         refuse(files.load().err(), found);
     }

@@ -151,7 +151,8 @@ fn admin_tokens(admin: &AdminConfig, found: &mut Settings) -> Option<AdminTokens
 
 /// Refuses listeners that others can reach and that are not protected.
 fn exposure(file: &ConfigFile, found: &mut Settings) {
-    let has_operators = file.admin.tokens_file.is_some();
+    let admin = &file.tls.admin;
+    let has_operators = file.admin.tokens_file.is_some() || admin.client_ca_file.is_some();
     let has_peers = file.cluster.secret_file.is_some() || file.tls.peer.cert_file.is_some();
     for (path, address, is_protected, lacking, expected) in [
         (
@@ -159,7 +160,15 @@ fn exposure(file: &ConfigFile, found: &mut Settings) {
             *file.listen.admin,
             has_operators,
             "admin.tokens_file is not set",
-            "admin.tokens_file, an address on loopback, or insecure = true",
+            "admin.tokens_file, tls.admin.client_ca_file, an address on loopback, or insecure = true",
+        ),
+        (
+            "listen.admin",
+            *file.listen.admin,
+            admin.is_encrypted(),
+            "tls.admin.cert_file is not set",
+            "[tls.admin], tls.admin.terminated_upstream = true where a proxy ends TLS, an address on \
+             loopback, or insecure = true",
         ),
         (
             "listen.peer",

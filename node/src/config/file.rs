@@ -29,7 +29,9 @@ use super::traffic::{
 #[serde(default, deny_unknown_fields)]
 pub struct ConfigFile {
     /// Start although a listener that others can reach is not protected: `listen.admin` off loopback
-    /// without `admin.tokens_file`, or `listen.peer` without `[tls.peer]` or `cluster.secret_file`.
+    /// without `admin.tokens_file` or `tls.admin.client_ca_file`, or without `[tls.admin]` or
+    /// `tls.admin.terminated_upstream`, or `listen.peer` without `[tls.peer]` or
+    /// `cluster.secret_file`.
     /// The log, `/readyz`, `quorate status` and the metric `quorate_insecure` then say so. The same
     /// as `quorate serve --insecure`.
     pub insecure: bool,

@@ -53,7 +53,7 @@ pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig};
 pub(crate) use form::{LogFilter, values};
 pub use print::print;
 pub use schema::schema;
-pub use tls::{BackendsTlsConfig, DataTlsConfig, PeerTlsConfig, TlsConfig};
+pub use tls::{AdminTlsConfig, BackendsTlsConfig, DataTlsConfig, PeerTlsConfig, TlsConfig};
 pub use traffic::{
     AdminConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, LogFormat, ProbesConfig,
     RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,

@@ -15,6 +15,8 @@ use serde::{Deserialize, Serialize};
 pub struct TlsConfig {
     /// TLS for clients.
     pub data: DataTlsConfig,
+    /// TLS for operators.
+    pub admin: AdminTlsConfig,
     /// TLS between replicas.
     pub peer: PeerTlsConfig,
     /// TLS to engines with an `https` URL. Without this section too their certificates are verified.
@@ -32,6 +34,23 @@ pub struct DataTlsConfig {
     pub key_file: Option<PathBuf>,
     /// Authorities in PEM. With it every client must show a certificate of one of them.
     pub client_ca_file: Option<PathBuf>,
+}
+
+/// `[tls.admin]`.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdminTlsConfig {
+    /// Certificate of the admin listener in PEM, followed by those between it and its authority.
+    /// With it the listener speaks TLS only. It is read again when the file changes.
+    pub cert_file: Option<PathBuf>,
+    /// Private key of the certificate, which others may not read.
+    pub key_file: Option<PathBuf>,
+    /// Authorities in PEM. Who shows a certificate of one of them that names an operator of this
+    /// cluster, as `quorate cert client NAME --role ROLE` makes it, needs no token.
+    pub client_ca_file: Option<PathBuf>,
+    /// A proxy in front of the admin listener ends TLS, so that the listener may be in the clear
+    /// off loopback. Nobody but the proxy may reach it then.
+    pub terminated_upstream: bool,
 }
 
 /// `[tls.peer]`.
@@ -101,6 +120,29 @@ impl DataTlsConfig {
             }),
             protocols: &[b"h2", b"http/1.1"],
         })
+    }
+}
+
+impl AdminTlsConfig {
+    /// Returns the files of the admin listener; `None` if it has no TLS. Who shows no certificate
+    /// may have a token, or ask for what is open.
+    #[must_use]
+    pub fn files(&self) -> Option<ListenerFiles> {
+        let (cert, key) = (self.cert_file.as_ref(), self.key_file.as_ref());
+        let clients = self.client_ca_file.as_ref();
+        Some(ListenerFiles {
+            certificate: certificate("tls.admin", cert, key)?,
+            clients: clients.map_or(ClientCertificates::Ignored, |file| {
+                ClientCertificates::Asked(NamedFile::new("tls.admin.client_ca_file", file))
+            }),
+            protocols: &[b"http/1.1"],
+        })
+    }
+
+    /// Whether what operators send can be read by nobody else, as far as the config tells.
+    #[must_use]
+    pub fn is_encrypted(&self) -> bool {
+        self.cert_file.is_some() || self.terminated_upstream
     }
 }
 

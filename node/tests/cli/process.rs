@@ -6,8 +6,12 @@ use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -250,8 +254,42 @@ pub(super) fn send(
     headers: &str,
     body: Option<&str>,
 ) -> Option<Answer> {
-    let mut stream = TcpStream::connect_timeout(&address, PATIENCE).ok()?;
+    let stream = TcpStream::connect_timeout(&address, PATIENCE).ok()?;
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    exchange(stream, (address, method, path), headers, body)
+}
+
+/// The same of `GET` over TLS, of a listener whose certificate is of the authority in `ca`.
+pub(super) fn get_over_tls(
+    address: SocketAddr,
+    ca: &Path,
+    path: &str,
+    headers: &str,
+) -> Option<Answer> {
+    let mut roots = RootCertStore::empty();
+    roots
+        .add(CertificateDer::from_pem_file(ca).unwrap())
+        .unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let name = ServerName::from(address.ip());
+    let session = ClientConnection::new(Arc::new(config), name).unwrap();
+    let stream = TcpStream::connect_timeout(&address, PATIENCE).ok()?;
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let stream = StreamOwned::new(session, stream);
+    exchange(stream, (address, "GET", path), headers, None)
+}
+
+fn exchange(
+    mut stream: impl Read + Write,
+    (address, method, path): (SocketAddr, &str, &str),
+    headers: &str,
+    body: Option<&str>,
+) -> Option<Answer> {
     let content = body.map_or_else(String::new, |body| {
         let bytes = body.len();
         format!("content-type: application/json\r\ncontent-length: {bytes}\r\n")

@@ -1,7 +1,8 @@
 //! The example of docs/guide/production.md as it is written, with files and ports of this test.
 
 use super::access::token;
-use super::process::{Engine, Replica, free, get, private_file, send};
+use super::process::{Engine, Replica, free, get, get_over_tls, private_file, send, until};
+use super::quorate;
 
 /// The first config in the guide.
 fn example() -> String {
@@ -29,11 +30,17 @@ fn start(engine: &Engine, tokens: &str) -> Replica {
     let all = |port: u16| format!("0.0.0.0:{port}");
     let private = |name: &str, text: &str| private_file(dir.path(), name, text);
     let data_dir = dir.path().join("data").display().to_string();
+    let certs = dir.path().join("certs").display().to_string();
+    for args in [&["ca"][..], &["node", "--replica", "1=127.0.0.2"]] {
+        let args = [&["cert"], args, &["--out", &certs]].concat();
+        assert!(quorate(&args).status.success(), "{args:?}");
+    }
     let replaced = [
         ("/var/lib/quorate", data_dir),
         ("/etc/quorate/secret", private("secret", &"s".repeat(40))),
         ("/etc/quorate/keys", private("keys", "sk-1 ada\n")),
         ("/etc/quorate/tokens", private("tokens", tokens)),
+        ("/etc/quorate/replica-1", format!("{certs}/replica-1")),
         ("0.0.0.0:8080", all(data.port())),
         ("10.0.0.1:8081", format!("127.0.0.2:{}", admin.port())),
         ("0.0.0.0:8082", all(peer.port())),
@@ -53,7 +60,9 @@ fn the_example_can_be_probed_and_scraped() {
     let (secret, line) = token("prometheus", "viewer");
     let replica = start(&engine, &line);
     let data = replica.data;
-    replica.ready();
+    until("it is ready", || {
+        get(data, "/readyz").is_some_and(|answer| answer.status == 200)
+    });
     // A load balancer asks where it sends clients, without a key.
     for path in ["/health", "/ping", "/readyz"] {
         let answer = get(data, path).unwrap();
@@ -69,9 +78,11 @@ fn the_example_can_be_probed_and_scraped() {
     let key = "authorization: Bearer sk-1\r\n";
     assert_eq!(replica.chat("emulated", key).status, 200);
     // Prometheus reaches the admin listener on its own address, and nobody on another.
-    assert_eq!(get(replica.admin, "/metrics").unwrap().status, 401);
+    let ca = replica.dir.path().join("certs/ca.crt");
+    let scrape = |headers: &str| get_over_tls(replica.admin, &ca, "/metrics", headers).unwrap();
+    assert_eq!(scrape("").status, 401);
     let credentials = format!("authorization: Bearer {secret}\r\n");
-    let metrics = send(replica.admin, "GET", "/metrics", &credentials, None).unwrap();
+    let metrics = scrape(&credentials);
     assert_eq!(metrics.status, 200);
     let counted = |line: &str| {
         metrics

@@ -310,11 +310,11 @@ async fn writes_are_audited_with_who_and_from_where() {
     }
     let expected = [
         json!({
-            "who": "a-viewer", "role": "viewer", "from": "10.0.0.9", "method": "DELETE",
+            "who": "a-viewer", "role": "viewer", "by": "token", "from": "10.0.0.9", "method": "DELETE",
             "path": "/admin/v1/users/ada?x=1", "status": 403, "index": null
         }),
         json!({
-            "who": "a-operator", "role": "operator", "from": "10.0.0.9", "method": "POST",
+            "who": "a-operator", "role": "operator", "by": "token", "from": "10.0.0.9", "method": "POST",
             "path": "/admin/v1/backends/gpu-1/drain", "status": 200, "index": index
         }),
     ];

@@ -264,6 +264,7 @@ impl Bench {
             file: SharedFileSettings::new(file()),
             hosts: vec!["Quorate-1.example".to_owned()],
             tokens,
+            certified: None,
             is_metrics_public,
         });
         admin.readiness.lifecycle.serve();
