@@ -1,6 +1,7 @@
 //! JSON over HTTP, for commands that use the admin API and for tests of clusters.
 
 use std::fmt;
+use std::io;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
@@ -10,9 +11,10 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use rustls::Error as TlsFault;
 use serde_json::Value;
+
+use crate::connector::{AdminConnector, TlsConnectError, refused, tls_fault};
 
 /// Maximum length of an answer, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
@@ -20,13 +22,13 @@ const ANSWER_BYTES_MAX: usize = 64 << 20;
 const HINT: &str = "is this the admin listener of a replica? (`--admin URL` or QUORATE_ADMIN)";
 
 /// Hint for an answer to whom no token was shown, or a wrong one.
-const TOKEN_HINT: &str =
-    "it takes a token of its admin.tokens_file (`--token-file FILE` or QUORATE_TOKEN_FILE)";
+const TOKEN_HINT: &str = "it takes a token of its admin.tokens_file (`--token-file FILE` or QUORATE_TOKEN_FILE), or where \
+     it has tls.admin.client_ca_file a certificate (`--cert-file FILE` or QUORATE_CERT_FILE)";
 
 /// A client. Every request has its own connection, because replicas come and go.
 #[derive(Debug, Clone)]
 pub struct JsonClient {
-    http: Client<HttpConnector, Full<Bytes>>,
+    http: Client<AdminConnector, Full<Bytes>>,
     timeout: Duration,
     /// Sent as `authorization`.
     authorization: Option<HeaderValue>,
@@ -48,11 +50,17 @@ pub struct JsonAnswer {
 pub struct NoConnectionError {
     /// The innermost cause.
     pub cause: String,
+    /// Whether it was TLS that failed.
+    pub is_tls: bool,
 }
 
 impl fmt::Display for NoConnectionError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cannot connect: {}: {HINT}", self.cause)
+        let cause = &self.cause;
+        match self.is_tls {
+            true => write!(f, "cannot connect: {cause}"),
+            false => write!(f, "cannot connect: {cause}: {HINT}"),
+        }
     }
 }
 
@@ -92,13 +100,18 @@ impl JsonClient {
     /// Creates a client whose requests take at most `timeout` each.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
-        let mut builder = Client::builder(TokioExecutor::new());
-        let http = builder.pool_max_idle_per_host(0).build_http();
         Self {
-            http,
+            http: AdminConnector::new(None).client(),
             timeout,
             authorization: None,
         }
+    }
+
+    /// Connects like this.
+    #[must_use]
+    pub(crate) fn through(self, connector: &AdminConnector) -> Self {
+        let http = connector.client();
+        Self { http, ..self }
     }
 
     /// Sends `authorization` with every request.
@@ -203,11 +216,19 @@ pub(crate) fn no_answer(error: &hyper_util::client::legacy::Error) -> anyhow::Er
     while let Some(inner) = cause.source() {
         cause = inner;
     }
-    match error.is_connect() {
-        true => NoConnectionError {
-            cause: cause.to_string(),
+    let fault = cause.downcast_ref::<io::Error>().and_then(tls_fault);
+    match (error.is_connect(), fault) {
+        // Its handshake ended when ours already had: it has read no request.
+        (false, Some(TlsFault::AlertReceived(alert))) => NoConnectionError {
+            cause: refused(&format!("{alert:?}")),
+            is_tls: true,
         }
         .into(),
-        false => anyhow!("no answer: {cause}: {HINT}"),
+        (true, _) => NoConnectionError {
+            cause: cause.to_string(),
+            is_tls: cause.is::<TlsConnectError>(),
+        }
+        .into(),
+        (false, _) => anyhow!("no answer: {cause}: {HINT}"),
     }
 }

@@ -3,6 +3,7 @@
 pub mod app;
 pub mod cli;
 pub mod config;
+mod connector;
 pub mod descriptors;
 pub mod dev;
 #[cfg(feature = "fuzzing")]

@@ -92,6 +92,7 @@ pub fn engine_files(
 ) -> ClientFiles {
     ClientFiles {
         authorities,
+        trusts_system: true,
         certificate,
         protocols: PROTOCOLS,
     }

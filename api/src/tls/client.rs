@@ -21,8 +21,10 @@ use super::provider;
 /// The files of a client of servers with names.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ClientFiles {
-    /// Authorities that are trusted beside those of the system.
+    /// Authorities that are trusted.
     pub authorities: Option<NamedFile>,
+    /// Whether those of the system are trusted as well.
+    pub trusts_system: bool,
     /// What it shows to servers that ask.
     pub certificate: Option<CertificateFiles>,
     /// The protocols that are spoken inside, the preferred one first.
@@ -44,8 +46,10 @@ impl CertificateSource for ClientFiles {
             None => RootCertStore::empty(),
             Some(file) => file.authorities()?,
         };
-        // A host may have none, and some of a host may be none that is understood.
-        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        if self.trusts_system {
+            // A host may have none, and some of a host may be none that is understood.
+            roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        }
         let builder = ClientConfig::builder_with_provider(provider());
         let builder = builder
             .with_safe_default_protocol_versions()

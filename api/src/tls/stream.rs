@@ -5,6 +5,7 @@ use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use hyper_util::client::legacy::connect::{Connected, Connection};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::TlsStream;
 
@@ -23,6 +24,16 @@ impl<S> MaybeTls<S> {
         match self {
             Self::Clear(_) => &[],
             Self::Tls(tls) => tls.get_ref().1.peer_certificates().unwrap_or_default(),
+        }
+    }
+}
+
+/// For clients that pool connections.
+impl<S: Connection> Connection for MaybeTls<S> {
+    fn connected(&self) -> Connected {
+        match self {
+            Self::Clear(stream) => stream.connected(),
+            Self::Tls(tls) => tls.get_ref().0.connected(),
         }
     }
 }

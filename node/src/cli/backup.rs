@@ -18,8 +18,6 @@ use futures_util::stream;
 use http::{Method, Request};
 use http_body_util::{BodyExt, Empty, StreamBody};
 use hyper::body::{Frame, Incoming};
-use hyper_util::client::legacy::Client;
-use hyper_util::rt::TokioExecutor;
 use indicatif::ProgressBar;
 use lab::terminal;
 use serde_json::Value;
@@ -161,7 +159,7 @@ async fn fetch(args: &BackupArgs, path: &Path) -> anyhow::Result<u64> {
     let url = args
         .target
         .url(&format!("/admin/v1/cluster/backup?read={level}"));
-    let client = Client::builder(TokioExecutor::new()).build_http();
+    let client = args.target.connector()?.client();
     let mut request = Request::get(&url).body(Empty::<Bytes>::new())?;
     authorize(&args.target, &mut request)?;
     let response = tokio::time::timeout(IDLE_TIMEOUT, client.request(request)).await;
@@ -274,7 +272,7 @@ async fn send(args: &RestoreArgs) -> anyhow::Result<Value> {
             Ok::<_, io::Error>(frame)
         }
     });
-    let client = Client::builder(TokioExecutor::new()).build_http();
+    let client = args.target.connector()?.client();
     let mut request = Request::builder()
         .method(Method::POST)
         .uri(&url)

@@ -1,14 +1,16 @@
 //! A client of the admin API, for the commands that read or operate a running cluster.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
+use api::tls::{CertificateFiles, CertificateSource as _, ClientFiles, NamedFile};
 use http::{HeaderValue, Method, StatusCode, Uri};
 use serde_json::Value;
 
+use crate::connector::AdminConnector;
 use crate::json_client::{JsonAnswer, JsonClient, NoConnectionError};
 
 /// Longest wait for an answer: admin writes themselves give up after five seconds.
@@ -32,12 +34,35 @@ pub(super) struct AdminTarget {
     /// File with a token that the admin listener accepts, as `quorate token create --out` writes it
     #[arg(long, value_name = "FILE", env = "QUORATE_TOKEN_FILE")]
     token_file: Option<PathBuf>,
+    /// Authorities in PEM, one of which has signed the certificates of the replicas. Default: those
+    /// that this host trusts
+    #[arg(long, value_name = "FILE", env = "QUORATE_CA_FILE")]
+    ca_file: Option<PathBuf>,
+    /// Certificate of an operator in PEM, as `quorate cert client --role ROLE` makes it
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "QUORATE_CERT_FILE",
+        requires = "key_file"
+    )]
+    cert_file: Option<PathBuf>,
+    /// Private key of the certificate
+    #[arg(
+        long,
+        value_name = "FILE",
+        env = "QUORATE_KEY_FILE",
+        requires = "cert_file"
+    )]
+    key_file: Option<PathBuf>,
+    /// Made of the files when first needed.
+    #[arg(skip)]
+    connector: Arc<OnceLock<AdminConnector>>,
     /// Position of the one that answered last: a command asks one replica as long as it answers.
     #[arg(skip)]
     answering: Arc<AtomicUsize>,
 }
 
-/// Parses `http://host:port`, or `host:port` for short.
+/// Parses `http://host:port`, or `host:port` for short, or `https://host:port`.
 pub(super) fn admin_url(text: &str) -> Result<Uri, String> {
     let whole = if text.contains("://") {
         text.to_owned()
@@ -45,8 +70,13 @@ pub(super) fn admin_url(text: &str) -> Result<Uri, String> {
         format!("http://{text}")
     };
     let uri: Option<Uri> = whole.trim_end_matches('/').parse().ok();
-    uri.filter(|uri| uri.scheme_str() == Some("http") && uri.path() == "/" && uri.query().is_none())
-        .ok_or_else(|| "expected http://host:port of an admin listener".to_owned())
+    let is_admin = |uri: &Uri| {
+        let is_http = matches!(uri.scheme_str(), Some("http" | "https"));
+        is_http && uri.path() == "/" && uri.query().is_none()
+    };
+    uri.filter(is_admin).ok_or_else(|| {
+        "expected http://host:port or https://host:port of an admin listener".to_owned()
+    })
 }
 
 /// Encodes text as a part of a path or as the value of a query parameter.
@@ -63,13 +93,43 @@ pub(super) fn encoded(text: &str) -> String {
 }
 
 impl AdminTarget {
-    /// Returns the target at a URL that a member has announced, for the holder of the same token.
+    /// Returns the target at a URL that a member has announced, for the same operator.
     pub(super) fn at(&self, url: &str) -> Result<Self, String> {
         Ok(Self {
             admin: vec![admin_url(url)?],
-            token_file: self.token_file.clone(),
             answering: Arc::default(),
+            connector: Arc::default(),
+            ..self.clone()
         })
+    }
+
+    /// Returns what connects to replicas, with TLS if a URL asks for it.
+    pub(super) fn connector(&self) -> anyhow::Result<&AdminConnector> {
+        if let Some(connector) = self.connector.get() {
+            return Ok(connector);
+        }
+        let is_tls = |uri: &Uri| uri.scheme_str() == Some("https");
+        let tls = match self.admin.iter().any(is_tls) {
+            true => Some(self.files().load()?.config),
+            false => None,
+        };
+        Ok(self.connector.get_or_init(|| AdminConnector::new(tls)))
+    }
+
+    fn files(&self) -> ClientFiles {
+        let named = |flag: &str, file: &PathBuf| NamedFile::new(flag, file);
+        let key = self.key_file.as_ref();
+        let certificate = self.cert_file.as_ref().zip(key).map(|(cert, key)| {
+            let (cert, key) = (named("--cert-file", cert), named("--key-file", key));
+            CertificateFiles { cert, key }
+        });
+        let authorities = self.ca_file.as_ref();
+        ClientFiles {
+            trusts_system: authorities.is_none(),
+            authorities: authorities.map(|file| named("--ca-file", file)),
+            certificate,
+            protocols: &[b"http/1.1"],
+        }
     }
 
     /// Returns what a request has to say of who sends it.
@@ -135,7 +195,8 @@ impl AdminTarget {
         path: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<JsonAnswer> {
-        let client = JsonClient::new(ANSWER_TIMEOUT).authorized(self.authorization()?);
+        let client = JsonClient::new(ANSWER_TIMEOUT).through(self.connector()?);
+        let client = client.authorized(self.authorization()?);
         let (mut refused, mut unreached) = (None, Vec::new());
         for _ in &self.admin {
             let (url, base) = (self.url(path), self.url(""));
@@ -214,22 +275,19 @@ mod tests {
 
     #[test]
     fn admin_urls_are_taken_with_and_without_a_scheme() {
-        for right in [
-            "http://a:1",
-            "http://a:1/",
-            "a:1",
-            "127.0.0.1:8081",
-            "[::1]:8081",
+        for (right, scheme) in [
+            ("http://a:1", "http"),
+            ("http://a:1/", "http"),
+            ("a:1", "http"),
+            ("127.0.0.1:8081", "http"),
+            ("[::1]:8081", "http"),
+            ("https://a:1", "https"),
         ] {
-            assert_eq!(
-                admin_url(right).unwrap().scheme_str(),
-                Some("http"),
-                "{right}"
-            );
+            assert_eq!(admin_url(right).unwrap().scheme_str(), Some(scheme));
         }
         for wrong in [
             "",
-            "https://a:1",
+            "ftp://a:1",
             "http://a:1/admin",
             "not a url",
             "a:1?b",

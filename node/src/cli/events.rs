@@ -7,8 +7,6 @@ use bytes::Bytes;
 use http::Request;
 use http::header::AUTHORIZATION;
 use http_body_util::{BodyExt, Empty};
-use hyper_util::client::legacy::Client;
-use hyper_util::rt::TokioExecutor;
 use lab::terminal;
 use serde_json::{Value, json};
 
@@ -24,7 +22,7 @@ const EVENT_BYTES_MAX: usize = 16 << 20;
 pub(super) async fn run(args: ReadArgs) -> anyhow::Result<ExitCode> {
     args.target.settle(false).await?;
     let url = args.target.url("/admin/v1/events");
-    let client = Client::builder(TokioExecutor::new()).build_http();
+    let client = args.target.connector()?.client();
     let mut request = Request::get(&url).body(Empty::<Bytes>::new())?;
     if let Some(authorization) = args.target.authorization()? {
         request.headers_mut().insert(AUTHORIZATION, authorization);

@@ -1,5 +1,7 @@
 //! TLS of the data listener, with certificates made by `quorate cert`.
 
+#[path = "tls_admin.rs"]
+mod admin;
 #[path = "tls_engines.rs"]
 mod engines_behind_tls;
 #[path = "tls_peers.rs"]
@@ -269,9 +271,9 @@ async fn new_certificates_are_taken_without_a_dropped_stream() {
 async fn who_must_show_a_certificate_shows_one_of_the_right_authority() {
     let dir = TempDir::new().unwrap();
     let certs = Certs::new(&dir.path().join("certs"), &["1"]);
-    certs.make(&["client", "--name", "ada"]);
+    certs.make(&["client", "ada"]);
     let stranger = Certs::new(&dir.path().join("stranger"), &["1"]);
-    stranger.make(&["client", "--name", "eve"]);
+    stranger.make(&["client", "eve"]);
     for name in ["eve.crt", "eve.key"] {
         std::fs::copy(stranger.file(name), certs.file(name)).unwrap();
     }
