@@ -61,19 +61,20 @@ fn peers(
     certificates: &ReplicaCertificates,
     listener: TcpListener,
 ) -> anyhow::Result<Tcp> {
-    let tcp = Tcp::new(listener)?;
-    if let Some(tls) = certificates.peer_tls(&config.cluster.name) {
-        return Ok(tcp.with_certificates(tls));
+    let mut tcp = Tcp::new(listener)?;
+    if let Some(secret) = config.secret.clone() {
+        tcp = tcp.with_secret(PeerSecret {
+            secret,
+            is_optional: config.cluster.secret_optional,
+            cluster_name: config.cluster.name.0.clone(),
+            id: config.node.id.0,
+        });
     }
-    let Some(secret) = config.secret.clone() else {
-        return Ok(tcp);
-    };
-    Ok(tcp.with_secret(PeerSecret {
-        secret,
-        is_optional: config.cluster.secret_optional,
-        cluster_name: config.cluster.name.0.clone(),
-        id: config.node.id.0,
-    }))
+    Ok(match certificates.peer_tls(&config.cluster.name) {
+        Some(tls) if config.tls.peer.optional => tcp.with_optional_certificates(tls),
+        Some(tls) => tcp.with_certificates(tls),
+        None => tcp,
+    })
 }
 
 /// Assembles and starts a replica.

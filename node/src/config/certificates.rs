@@ -45,9 +45,10 @@ pub(super) fn check(file: &ConfigFile, found: &mut Settings) {
         return;
     }
     if let Some(files) = peer.files(&file.cluster.name, file.node.id.0) {
-        if file.cluster.secret_file.is_some() {
+        if file.cluster.secret_file.is_some() && !peer.optional {
             let message = "cluster.secret_file is set beside tls.peer.cert_file".to_owned();
-            let expected = "one way in which replicas prove themselves";
+            let expected = "one way in which replicas prove themselves, or tls.peer.optional = true \
+                            while the cluster moves to certificates";
             found.refuse("cluster.secret_file", message, expected);
         }
         refuse(files.load().err(), found);

@@ -153,7 +153,9 @@ fn admin_tokens(admin: &AdminConfig, found: &mut Settings) -> Option<AdminTokens
 fn exposure(file: &ConfigFile, found: &mut Settings) {
     let admin = &file.tls.admin;
     let has_operators = file.admin.tokens_file.is_some() || admin.client_ca_file.is_some();
-    let has_peers = file.cluster.secret_file.is_some() || file.tls.peer.cert_file.is_some();
+    let peer = &file.tls.peer;
+    let is_certified = peer.cert_file.is_some() && !peer.optional;
+    let has_peers = file.cluster.secret_file.is_some() || is_certified;
     for (path, address, is_protected, lacking, expected) in [
         (
             "listen.admin",
@@ -174,7 +176,10 @@ fn exposure(file: &ConfigFile, found: &mut Settings) {
             "listen.peer",
             *file.listen.peer,
             has_peers,
-            "neither tls.peer nor cluster.secret_file is set",
+            match peer.optional {
+                true => "tls.peer is optional",
+                false => "neither tls.peer nor cluster.secret_file is set",
+            },
             "[tls.peer], cluster.secret_file, an address on loopback, or insecure = true",
         ),
     ] {

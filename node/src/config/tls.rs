@@ -66,6 +66,10 @@ pub struct PeerTlsConfig {
     pub key_file: Option<PathBuf>,
     /// Authorities of the replicas of this cluster in PEM; two while one follows the other.
     pub ca_file: Option<PathBuf>,
+    /// Also talk to replicas that have no certificate yet: with `cluster.secret_file` if it is set,
+    /// else in the clear. Only for moving a running cluster to certificates
+    /// (docs/guide/security.md).
+    pub optional: bool,
 }
 
 impl PeerTlsConfig {

@@ -135,6 +135,8 @@ fn a_listener_for_peers_that_others_reach_is_protected() {
     assert!(loaded(&["insecure=true"]).is_ok());
     std::fs::write(&file, peer_section(&certs, 1)).unwrap();
     assert!(loaded(&[]).is_ok());
+    let told = loaded(&["tls.peer.optional=true"]).unwrap_err().to_string();
+    assert!(told.contains("tls.peer is optional"), "{told}");
 }
 
 /// Trusts the authorities of these.
@@ -227,6 +229,109 @@ async fn asking(at: SocketAddr, tls: ClientConfig, stop: Arc<AtomicBool>) -> (us
         }
     }
     (asked, failed)
+}
+
+/// What replicas had before they had certificates.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Before {
+    Clear,
+    Secret,
+}
+
+/// Restarts each replica with `more` in its config, one after the other, while clients ask the
+/// others; none of them may notice.
+async fn restart_each(
+    replicas: &mut Vec<Replica>,
+    dir: &TempDir,
+    texts: &[String],
+    more: impl Fn(usize) -> String,
+) {
+    let at = addresses(replicas);
+    for nth in 0..replicas.len() {
+        let stop = Arc::new(AtomicBool::new(false));
+        let others = at.iter().enumerate().filter(|(other, _)| *other != nth);
+        let load = others.map(|(_, at)| {
+            let (url, stop) = (format!("http://{}/v1/completions", at.data), stop.clone());
+            tokio::spawn(async move {
+                let (mut asked, mut failed) = (0, Vec::new());
+                let body = json!({ "model": "emulated", "prompt": SYSTEM, "max_tokens": 2 });
+                while !stop.load(Ordering::Relaxed) {
+                    asked += 1;
+                    let (status, _, told) = Http::new().send(Method::POST, &url, &body).await;
+                    if status != StatusCode::OK {
+                        failed.push(told.to_string());
+                    }
+                }
+                (asked, failed)
+            })
+        });
+        let load: Vec<_> = load.collect();
+        let (_, bound_at) = replicas.remove(nth).leave().await;
+        let file = dir.path().join(format!("n{}.toml", nth + 1));
+        std::fs::write(&file, texts[nth].clone() + &more(nth + 1)).unwrap();
+        let again = Replica::again((read(file).unwrap(), bound_at));
+        replicas.insert(nth, again);
+        Http::new().ready(&at).await;
+        Http::new().agree(&at).await;
+        stop.store(true, Ordering::Relaxed);
+        for client in load {
+            let (asked, failed) = client.await.unwrap();
+            assert!(asked > 0 && failed.is_empty(), "of {asked}: {failed:?}");
+        }
+    }
+}
+
+async fn moves_to_certificates(before: Before) {
+    let dir = TempDir::new().unwrap();
+    let certs = certificates(&dir.path().join("certs"));
+    let secret = dir.path().join("secret");
+    std::fs::write(&secret, "s".repeat(40)).unwrap();
+    let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+    std::fs::set_permissions(&secret, private).unwrap();
+    let had = match before {
+        Before::Clear => String::new(),
+        Before::Secret => format!("secret_file = {secret:?}\n"),
+    };
+    let engines = engines(1).await;
+    let bound: Vec<_> = (0..3)
+        .map(|_| BoundSockets::bind(&anywhere()).unwrap())
+        .collect();
+    let peers = bound
+        .iter()
+        .map(|it| it.addresses().unwrap().peer.to_string());
+    let peers: Vec<_> = peers.collect();
+    let (mut replicas, mut plain, mut first) = (Vec::new(), Vec::new(), Vec::new());
+    for (id, sockets) in (1..).zip(bound) {
+        config(id, &peers, &engines, dir.path());
+        let file = dir.path().join(format!("n{id}.toml"));
+        let text = std::fs::read_to_string(&file).unwrap();
+        let with_before = text.replace("[cluster]\n", &format!("[cluster]\n{had}"));
+        std::fs::write(&file, &with_before).unwrap();
+        replicas.push(Replica::run(read(file).unwrap(), sockets));
+        plain.push(text);
+        first.push(with_before);
+    }
+    let at = addresses(&replicas);
+    Http::new().ready(&at).await;
+    let optional = |id| peer_section(&certs, id) + "optional = true\n";
+    restart_each(&mut replicas, &dir, &first, optional).await;
+    restart_each(&mut replicas, &dir, &plain, |id| peer_section(&certs, id)).await;
+    for at in &at {
+        assert!(listens_to(at.peer, &certs, &[&certs]).await);
+    }
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cluster_in_the_clear_moves_to_certificates_under_load() {
+    moves_to_certificates(Before::Clear).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cluster_with_a_secret_moves_to_certificates_under_load() {
+    moves_to_certificates(Before::Secret).await;
 }
 
 /// Restarts the second replica, which then has new connections to all others.

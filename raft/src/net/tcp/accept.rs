@@ -43,8 +43,18 @@ pub(super) enum PeerProof {
     Nothing,
     /// By a secret that all of them know.
     Secret(Arc<PeerSecret>),
-    /// By certificates.
-    Certificates(PeerTls),
+    /// By certificates. Those that have none prove themselves like this; `None`: they are refused.
+    Certificates(PeerTls, Option<Box<PeerProof>>),
+}
+
+impl PeerProof {
+    /// How a caller that begins so is to prove itself.
+    fn of_caller(self, spoken: &Spoken) -> Self {
+        match (self, spoken) {
+            (Self::Certificates(_, Some(others)), Spoken::Noise | Spoken::Http2) => *others,
+            (proof, _) => proof,
+        }
+    }
 }
 
 /// A connection, and the replica it speaks for.
@@ -142,7 +152,16 @@ pub(super) async fn dial(
             Err(HandshakeError::HasNone) if secret.is_optional => PeerStream::Plain(plain().await?),
             Err(why) => return Err(why),
         },
-        PeerProof::Certificates(tls) => PeerStream::Tls(tls.connect(plain().await?, id).await?),
+        PeerProof::Certificates(tls, others) => {
+            match (tls.connect(plain().await?, id).await, others) {
+                (Ok(tls), _) => PeerStream::Tls(tls),
+                // It did not know what was spoken and closed.
+                (Err(HandshakeError::HasNoTls), Some(others)) => {
+                    return Box::pin(dial(address, id, others)).await;
+                }
+                (Err(why), _) => return Err(why),
+            }
+        }
     };
     let sender = PeerSender::default();
     Ok(PeerConnection { stream, sender })
@@ -160,17 +179,19 @@ async fn greet(
         looked,
         read: 0,
     };
-    let (stream, sender) = match (Spoken::of(looked), proof) {
+    let spoken = Spoken::of(looked);
+    let proof = proof.of_caller(&spoken);
+    let (stream, sender) = match (spoken, proof) {
         (Spoken::Noise, PeerProof::Secret(secret)) => {
             let (sealed, from) = secret.accept(stream).await?;
             let stream = PeerStream::Sealed(Box::new(sealed));
             (stream, PeerSender::proven(from))
         }
-        (Spoken::Noise, PeerProof::Nothing | PeerProof::Certificates(_)) => {
+        (Spoken::Noise, PeerProof::Nothing | PeerProof::Certificates(..)) => {
             stream.write_all(&[HAS_NONE]).await?;
             return Err(HandshakeError::WeHaveNone);
         }
-        (Spoken::Tls, PeerProof::Certificates(tls)) => {
+        (Spoken::Tls, PeerProof::Certificates(tls, _)) => {
             let (tls, sender) = tls.accept(plain(stream)).await?;
             (PeerStream::Tls(tls), sender)
         }
@@ -179,7 +200,7 @@ async fn greet(
         }
         (Spoken::Http2, proof) => {
             let sender = match proof {
-                PeerProof::Certificates(_) => {
+                PeerProof::Certificates(..) => {
                     PeerSender::refused(Status::permission_denied(LACKS_TLS))
                 }
                 PeerProof::Secret(secret) if !secret.is_optional => {

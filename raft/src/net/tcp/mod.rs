@@ -89,7 +89,16 @@ impl Tcp {
     /// and encrypts what follows.
     #[must_use]
     pub fn with_certificates(mut self, tls: PeerTls) -> Self {
-        self.proof = PeerProof::Certificates(tls);
+        self.proof = PeerProof::Certificates(tls, None);
+        self
+    }
+
+    /// The same while certificates are rolled out to a running cluster: peers that have none prove
+    /// themselves as they had to without this.
+    #[must_use]
+    pub fn with_optional_certificates(mut self, tls: PeerTls) -> Self {
+        let others = std::mem::replace(&mut self.proof, PeerProof::Nothing);
+        self.proof = PeerProof::Certificates(tls, Some(Box::new(others)));
         self
     }
 
@@ -103,7 +112,7 @@ impl Tcp {
             let endpoint = endpoint(&address)?;
             let channel = match proof {
                 PeerProof::Nothing => endpoint.connect().await,
-                PeerProof::Secret(_) | PeerProof::Certificates(_) => {
+                PeerProof::Secret(_) | PeerProof::Certificates(..) => {
                     let connection = match accept::dial(&address, id, &proof).await {
                         Ok(connection) => connection,
                         Err(why) => {

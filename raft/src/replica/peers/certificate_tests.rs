@@ -188,6 +188,63 @@ async fn a_stranger_that_trusts_anybody_is_not_served() {
     replica.shutdown().await;
 }
 
+/// How replica `id` is set up before a cluster moves to certificates (0), meanwhile (1) and then (2).
+fn step(
+    step: usize,
+    id: u8,
+    has_secret: bool,
+    authority: &Authority,
+) -> impl FnOnce(Tcp) -> Tcp + use<> {
+    let tls = authority.replica(CLUSTER, id);
+    let secret = PeerSecret {
+        secret: Secret::new(&[7; 32]).unwrap(),
+        is_optional: false,
+        cluster_name: CLUSTER.to_owned(),
+        id,
+    };
+    move |tcp| {
+        let tcp = match has_secret && step < 2 {
+            true => tcp.with_secret(secret),
+            false => tcp,
+        };
+        match step {
+            0 => tcp,
+            1 => tcp.with_optional_certificates(tls),
+            _ => tcp.with_certificates(tls),
+        }
+    }
+}
+
+async fn is_served(caller: Result<PeerClient, ConnectError>) -> bool {
+    match caller {
+        Ok(mut caller) => caller.info(proto::InfoRequest::default()).await.is_ok(),
+        Err(_) => false,
+    }
+}
+
+#[tokio::test]
+async fn a_running_cluster_is_given_certificates_one_replica_at_a_time() {
+    let authority = Authority::new();
+    let cases = [false, true].into_iter();
+    for (has_secret, ours) in cases.flat_map(|it| (0..3).map(move |step| (it, step))) {
+        let (listener, address) = listener().await;
+        let set_up = step(ours, 1, has_secret, &authority);
+        let tcp = set_up(Tcp::new(listener).unwrap());
+        let (replica, _) = testing::replica_over(1, tcp, vec![address.clone()]).await;
+        for theirs in 0..3_usize {
+            let set_up = step(theirs, 2, has_secret, &authority);
+            let served = is_served(dial(&address, 1, set_up).await).await;
+            assert_eq!(served, ours.abs_diff(theirs) < 2, "{ours} {theirs}");
+        }
+        let strange = step(2, 2, has_secret, &Authority::new());
+        let served = is_served(dial(&address, 1, strange).await).await;
+        assert!(!served, "{ours}: of another authority");
+        let served = is_served(dial(&address, 1, |tcp| tcp).await).await;
+        assert_eq!(served, !has_secret && ours < 2, "{ours}: in the clear");
+        replica.shutdown().await;
+    }
+}
+
 #[tokio::test]
 async fn a_replica_in_the_clear_says_that_it_has_no_certificate() {
     let (listener, address) = listener().await;
