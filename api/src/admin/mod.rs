@@ -32,6 +32,7 @@ mod policy;
 mod probes;
 mod problem;
 mod readback;
+mod reload;
 mod restore;
 mod roles;
 mod routes;
@@ -54,6 +55,7 @@ use tokio::sync::Semaphore;
 pub use certified::{CertifiedOperators, role_name};
 pub use explain::explain_offline;
 pub use listener::serve;
+pub use reload::{ReloadFault, ReloadReport, ReloadRequests, ReloadResult, ReloadedKey};
 pub use roles::{AdminRole, AdminRoleError};
 pub use stream::STREAMS_MAX;
 pub use tokens::{AdminTokens, NewToken, TokenEntry, check_token_name, read_tokens};
@@ -117,6 +119,8 @@ pub struct Admin {
     pub readiness: Arc<ReadinessCheck>,
     /// What this replica was configured with.
     pub file: SharedFileSettings,
+    /// Reads the config again; `None`: nobody does.
+    pub reload: Option<ReloadRequests>,
     /// Host names of the listener, in addition to addresses and `localhost`.
     pub hosts: Vec<String>,
     /// Who may call what; `None`, as `certified` is: everybody may do everything.

@@ -8,7 +8,7 @@ use http::Method;
 use super::roles::{AdminRole, Permission};
 use super::{
     AdminState, admission, audit, backends, backup, bins, cluster, config, decisions, explain,
-    ownership, policy, probes, restore, stream, users,
+    ownership, policy, probes, reload, restore, stream, users,
 };
 
 const OPEN: Permission = Permission::Open;
@@ -207,6 +207,12 @@ pub(super) const ROUTES: &[RouteInfo] = &[
         methods: &[("GET", VIEWER)],
         what: "every setting: as configured here, in the cluster, in effect",
         handlers: || get(config::show),
+    },
+    RouteInfo {
+        path: "/admin/v1/config/reload",
+        methods: &[("POST", OPERATOR)],
+        what: "read this replica's config again, as SIGHUP does: what was taken, what needs a restart",
+        handlers: || post(reload::reload),
     },
     RouteInfo {
         path: "/admin/v1/bins",

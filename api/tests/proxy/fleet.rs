@@ -402,6 +402,7 @@ fn admin(
         events: EventBus::default(),
         readiness: Arc::new(readiness),
         file: api::settings::SharedFileSettings::default(),
+        reload: None,
         hosts: Vec::new(),
         tokens: None,
         certified: None,

@@ -36,6 +36,7 @@ pub use running::RunningReplica;
 pub use shutdown::ShutdownHandle;
 pub use sockets::{Addresses, BoundSockets};
 
+use api::admin::ReloadRequests;
 use api::settings::SharedFileSettings;
 use api::tls::CertificateWatch;
 
@@ -49,6 +50,7 @@ pub struct App {
     addresses: Addresses,
     file: SharedFileSettings,
     reload: ReloadHandle,
+    reload_requests: Option<ReloadRequests>,
     tls: ReplicaCertificates,
 }
 
@@ -78,6 +80,7 @@ impl App {
             addresses,
             file,
             reload: ReloadHandle::default(),
+            reload_requests: None,
         })
     }
 
@@ -97,6 +100,15 @@ impl App {
     #[must_use]
     pub fn reload_handle(&self) -> ReloadHandle {
         self.reload.clone()
+    }
+
+    /// Asks here for the config to be read again when an operator wants it.
+    #[must_use]
+    pub fn reloading_by(self, requests: ReloadRequests) -> Self {
+        Self {
+            reload_requests: Some(requests),
+            ..self
+        }
     }
 
     /// Returns the certificates, to be read again when the config is reloaded.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use api::admin::{self, Admin, CertifiedOperators};
+use api::admin::{self, Admin, CertifiedOperators, ReloadRequests};
 use api::backends::Hooks;
 use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
@@ -85,6 +85,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         addresses,
         file,
         reload,
+        reload_requests,
         tls,
     } = app;
     // Members are told the ports that the system chose.
@@ -122,15 +123,10 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         Arc::clone(&drain),
     );
     let proxy = tokio::spawn(serving);
+    let file = (file, reload_requests);
     let admin = admin(&core, reading, metrics, (readiness, file), &config);
     spawn_loops(&core, Arc::clone(&admin.kv_board));
-    let stopping = core.stopping();
-    core.beside(admin::serve(
-        sockets.admin,
-        admin,
-        tls.admin.clone(),
-        stopping,
-    ));
+    serve_operators(&core, sockets.admin, admin, &tls);
     follow_files(&core, &config, &tls);
     tracing::info!(
         replica = config.node.id.0,
@@ -147,6 +143,16 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         stops,
         proxy,
     })
+}
+
+fn serve_operators(
+    core: &ReplicaCore,
+    listener: TcpListener,
+    admin: Arc<Admin>,
+    tls: &ReplicaCertificates,
+) {
+    let stopping = core.stopping();
+    core.beside(admin::serve(listener, admin, tls.admin.clone(), stopping));
 }
 
 fn tell_if_insecure(config: &Config) {
@@ -222,7 +228,10 @@ fn admin(
     core: &ReplicaCore,
     (requests, decisions): (Arc<RequestReader>, Arc<DecisionLog>),
     metrics: Arc<Metrics>,
-    (readiness, file): (Arc<ReadinessCheck>, SharedFileSettings),
+    (readiness, (file, reload)): (
+        Arc<ReadinessCheck>,
+        (SharedFileSettings, Option<ReloadRequests>),
+    ),
     config: &Config,
 ) -> Arc<Admin> {
     let router = core.router();
@@ -243,6 +252,7 @@ fn admin(
         events: core.events().clone(),
         readiness,
         file,
+        reload,
         hosts: formation::own_hosts(config),
         tokens: config.admin_tokens.clone(),
         certified: config

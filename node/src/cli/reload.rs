@@ -1,15 +1,16 @@
-//! SIGHUP: reads the config again and takes what a running replica can change. What it cannot is
-//! named, so that nobody believes it to be in effect.
+//! SIGHUP, or an operator's call: reads the config again and takes what a running replica can change.
+//! What it cannot is named, so that nobody believes it to be in effect.
 
 use std::collections::BTreeMap;
 
-use api::admin::AdminTokens;
+use api::admin::{AdminTokens, ReloadFault, ReloadReport, ReloadResult, ReloadedKey};
 use api::backends::EngineKeys;
 use api::proxy::ApiKeys;
 use api::settings::{FileSettings, LocalSetting, SettingKey, SharedFileSettings};
 use api::tls::CertificateWatch;
 use serde_json::Value;
 use tokio::signal::unix::{Signal, SignalKind};
+use tokio::sync::{mpsc, oneshot};
 
 use super::source::ConfigSource;
 use crate::app::{ReloadHandle, read_admin_tokens, read_api_keys};
@@ -84,22 +85,44 @@ impl ConfigReload {
         }
     }
 
-    /// Reloads at every signal, for as long as it runs.
-    pub(super) async fn follow(mut self, mut hangups: Signal) {
-        while hangups.recv().await.is_some() {
-            let (source, backends) = (self.source.clone(), self.backends.clone());
-            // Tokenizers may be large.
-            match tokio::task::spawn_blocking(move || source.load_with(backends)).await {
-                Ok(Ok(loaded)) => self.take(&loaded.config),
-                Ok(Err(error)) => tell_faults(&error),
-                Err(error) => tracing::error!(%error, "could not reload the config"),
+    /// Reloads at every signal and call, for as long as it runs.
+    pub(super) async fn follow(
+        mut self,
+        mut hangups: Signal,
+        mut asked: mpsc::Receiver<oneshot::Sender<ReloadResult>>,
+    ) {
+        loop {
+            tokio::select! {
+                biased;
+                Some(()) = hangups.recv() => drop(self.reload().await),
+                // Who asked may be gone.
+                Some(asker) = asked.recv() => drop(asker.send(self.reload().await)),
+                else => return,
             }
         }
     }
 
-    fn take(&mut self, config: &Config) {
+    async fn reload(&mut self) -> ReloadResult {
+        let (source, backends) = (self.source.clone(), self.backends.clone());
+        // Tokenizers may be large.
+        match tokio::task::spawn_blocking(move || source.load_with(backends)).await {
+            Ok(Ok(loaded)) => Ok(self.take(&loaded.config)),
+            Ok(Err(error)) => {
+                let faults = faults_of(&error);
+                tell_faults(&faults);
+                Err(faults)
+            }
+            Err(error) => {
+                let faults = vec![unread(&error)];
+                tell_faults(&faults);
+                Err(faults)
+            }
+        }
+    }
+
+    fn take(&mut self, config: &Config) -> ReloadReport {
         // Each fault is logged there.
-        self.certificates.reload();
+        let (_, mut faults) = self.certificates.reload();
         let running = self.file.now();
         let changes = changes(&running, &config.file);
         for change in &changes {
@@ -110,6 +133,7 @@ impl ConfigReload {
             && let Err(error) = self.level.set(&config.log.level)
         {
             tracing::error!(%error, "could not change the log level");
+            faults.push(format!("log.level: {error}"));
         }
         if self.engine_keys != config.engine_keys {
             self.engine_keys.replace(&config.engine_keys);
@@ -130,7 +154,28 @@ impl ConfigReload {
         let (taken, need_restart) = (count(Effect::Taken), count(Effect::NeedsRestart));
         self.file.replace(in_effect(&running, config, &changes));
         tracing::info!(taken, need_restart, "reloaded the config");
+        report(changes, faults)
     }
+}
+
+fn report(changes: Vec<ChangedSetting>, faults: Vec<String>) -> ReloadReport {
+    let mut report = ReloadReport {
+        faults,
+        ..ReloadReport::default()
+    };
+    for change in changes {
+        let list = match change.effect {
+            Effect::Taken => &mut report.taken,
+            Effect::NeedsRestart => &mut report.need_restart,
+            Effect::ClusterKeeps => &mut report.cluster_keeps,
+        };
+        list.push(ReloadedKey {
+            key: change.key,
+            before: change.before,
+            after: change.after,
+        });
+    }
+    report
 }
 
 impl ConfigReload {
@@ -181,22 +226,42 @@ fn tell(change: &ChangedSetting) {
     }
 }
 
-fn tell_faults(error: &anyhow::Error) {
+fn faults_of(error: &anyhow::Error) -> Vec<ReloadFault> {
     let Some(faults) = error.downcast_ref::<ConfigErrors>() else {
-        tracing::error!(%error, "could not reload the config; keeping the old one");
-        return;
+        return vec![unread(error)];
     };
-    for fault in &faults.errors {
-        let place = match &fault.place {
+    let each = faults.errors.iter().map(|fault| ReloadFault {
+        message: fault.message.clone(),
+        expected: fault.expected.clone(),
+        place: match &fault.place {
             Place::File(span) => faults.line(span.start),
             Place::Variable(name) => name.clone(),
             Place::Flag(flag) => format!("--set {flag}"),
             Place::Backend(url) => format!("--backend {url}"),
             Place::Nowhere => faults.file.clone(),
-        };
-        let (fault, expected) = (&fault.message, &fault.expected);
+        },
+    });
+    each.collect()
+}
+
+/// A config that could not even be read.
+fn unread(error: &dyn std::fmt::Display) -> ReloadFault {
+    ReloadFault {
+        message: error.to_string(),
+        expected: "a config that can be read".to_owned(),
+        place: "config".to_owned(),
+    }
+}
+
+fn tell_faults(faults: &[ReloadFault]) {
+    for ReloadFault {
+        message,
+        expected,
+        place,
+    } in faults
+    {
         tracing::error!(
-            fault,
+            fault = message,
             expected,
             place,
             "could not reload the config; keeping the old one"

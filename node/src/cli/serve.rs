@@ -3,6 +3,7 @@
 
 use std::process::ExitCode;
 
+use api::admin::ReloadRequests;
 use lab::terminal;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -51,11 +52,12 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         let mut interrupts = signal(SignalKind::interrupt())?;
         let mut terminations = signal(SignalKind::terminate())?;
         let reloaded = config.clone();
-        let app = App::build(config)?;
+        let (requests, asked) = ReloadRequests::channel();
+        let app = App::build(config)?.reloading_by(requests);
         let handles = (app.file_settings(), app.reload_handle());
         let reload = ConfigReload::new((source, backends), &reloaded, level, handles)
             .with_certificates(app.certificates());
-        tokio::spawn(reload.follow(hangups));
+        tokio::spawn(reload.follow(hangups, asked));
         let running = tokio::spawn(app.run(shutdown.clone()));
         tokio::pin!(running);
         let mut signals = 0;

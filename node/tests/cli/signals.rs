@@ -1,8 +1,8 @@
 //! What a running replica does upon signals.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use super::process::{Replica, free, send};
+use super::process::{Answer, Replica, free, send};
 
 /// Settings of a replica alone, with keys in a file.
 fn settings(keys: &std::path::Path, level: &str, rest: &str) -> String {
@@ -31,6 +31,18 @@ impl Reloaded {
 
     /// Replaces the end of the config, and reloads it.
     fn reload(&self, level: &str, rest: &str) {
+        self.write(level, rest);
+        self.replica.process.signal("HUP");
+    }
+
+    /// The same by the admin API.
+    fn ask(&self, level: &str, rest: &str) -> Answer {
+        self.write(level, rest);
+        let path = "/admin/v1/config/reload";
+        send(self.replica.admin, "POST", path, "", None).unwrap()
+    }
+
+    fn write(&self, level: &str, rest: &str) {
         let file = self.replica.dir.path().join("config.toml");
         let text = std::fs::read_to_string(&file).unwrap();
         let own = text.split_once("[users]").unwrap().0;
@@ -39,7 +51,6 @@ impl Reloaded {
         let rest = settings(&self.keys, level, rest);
         let text = format!("{own}deadline = \"2s\"\n{rest}");
         std::fs::write(&file, text).unwrap();
-        self.replica.process.signal("HUP");
     }
 
     fn status_of(&self, key: &str) -> u16 {
@@ -120,6 +131,47 @@ fn a_broken_config_changes_nothing_upon_hup() {
     reloaded.reload("warn", "[nonsense]\n");
     said(&["ERROR", "keeping the old one", "nonsense"]);
     assert_eq!(reloaded.in_effect("log.level"), "info");
+}
+
+#[test]
+fn an_operator_reloads_and_is_told_what_came_of_it() {
+    let reloaded = Reloaded::start();
+    std::fs::write(&reloaded.keys, "sk-second ada\n").unwrap();
+    let answer = reloaded.ask(
+        "debug",
+        "[limits]\nmax_connections = 50\n[routing]\npolicy = \"random\"\n",
+    );
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    let expected = json!({
+        "taken": [
+            { "key": "drain.deadline", "before": "30s", "after": "2s" },
+            { "key": "log.level", "before": "info", "after": "debug" },
+        ],
+        "need_restart": [
+            { "key": "limits.max_connections", "before": 16384, "after": 50 },
+        ],
+        "cluster_keeps": [
+            { "key": "routing.policy", "before": null, "after": "random" },
+        ],
+        "faults": [],
+    });
+    assert_eq!(answer.json(), expected);
+    assert_eq!(reloaded.status_of("sk-second"), 404);
+    assert_eq!(reloaded.in_effect("log.level"), "debug");
+
+    let answer = reloaded.ask("inof", "[nonsense]\n");
+    assert_eq!(answer.status, 422, "{}", answer.body);
+    let told = answer.json();
+    assert_eq!(told["type"], "/problems/config-faults");
+    let faults = told["faults"].as_array().unwrap();
+    assert_eq!(faults.len(), 2, "{told}");
+    for (fault, part) in faults.iter().zip(["inof", "nonsense"]) {
+        let place = fault["place"].as_str().unwrap();
+        assert!(place.contains("config.toml:"), "{fault}");
+        assert!(fault["message"].as_str().unwrap().contains(part), "{fault}");
+        assert!(fault["expected"].is_string(), "{fault}");
+    }
+    assert_eq!(reloaded.in_effect("log.level"), "debug");
 }
 
 #[test]

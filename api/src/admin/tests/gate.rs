@@ -127,6 +127,7 @@ fn every_route_asks_for_a_role() {
         GET /admin/v1/routing: viewer
         PUT /admin/v1/routing: operator
         GET /admin/v1/config: viewer
+        POST /admin/v1/config/reload: operator
         GET /admin/v1/bins: viewer
         GET /admin/v1/admission: viewer
         PUT /admin/v1/admission: operator

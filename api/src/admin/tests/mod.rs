@@ -262,6 +262,7 @@ impl Bench {
             events: EventBus::default(),
             readiness,
             file: SharedFileSettings::new(file()),
+            reload: None,
             hosts: vec!["Quorate-1.example".to_owned()],
             tokens,
             certified: None,
@@ -273,12 +274,16 @@ impl Bench {
             cluster,
             admin,
         };
-        bench.apply(Command::InitCluster {
+        bench.found();
+        bench
+    }
+
+    fn found(&self) {
+        self.apply(Command::InitCluster {
             hash_seed: 1,
             policy: PolicyConfig::LeastRequest,
             fairness: FairnessSettings::default(),
         });
-        bench
     }
 
     /// Like [`Self::new`], with `gpu-1`, healthy, and `gpu-2`, not probed yet.

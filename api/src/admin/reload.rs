@@ -1,0 +1,116 @@
+//! `POST /admin/v1/config/reload`: has the config of this replica read again, as SIGHUP does, and
+//! answers what came of it.
+//!
+//! The config is nothing that this crate knows: whoever read it at the start reads it again.
+
+use axum::extract::State;
+use axum::response::Response;
+use http::StatusCode;
+use serde::Serialize;
+use serde_json::Value;
+use tokio::sync::{mpsc, oneshot};
+
+use super::AdminState;
+use super::answer::json;
+use crate::error::Problem;
+
+/// Calls that wait for those before them; further ones wait to wait.
+const WAITING_MAX: usize = 8;
+
+/// A key with another value than before.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ReloadedKey {
+    /// Such as `log.level`.
+    pub key: String,
+    /// Null: it was not there.
+    pub before: Value,
+    /// Null: it is not there any more.
+    pub after: Value,
+}
+
+/// What came of a config without faults.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct ReloadReport {
+    /// In effect from here on.
+    pub taken: Vec<ReloadedKey>,
+    /// In effect after a restart.
+    pub need_restart: Vec<ReloadedKey>,
+    /// Replicated settings, of which the cluster keeps its own value.
+    pub cluster_keeps: Vec<ReloadedKey>,
+    /// What could not be read again beside the config, such as a certificate that has expired; what
+    /// was there before stays.
+    pub faults: Vec<String>,
+}
+
+/// A fault of a config.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct ReloadFault {
+    /// The key and its value.
+    pub message: String,
+    /// What would be right.
+    pub expected: String,
+    /// File, line and column, or the variable or flag.
+    pub place: String,
+}
+
+/// What came of reading a config again. A fault changes nothing.
+pub type ReloadResult = Result<ReloadReport, Vec<ReloadFault>>;
+
+/// Where to ask for the config to be read again.
+#[derive(Debug, Clone)]
+pub struct ReloadRequests(mpsc::Sender<oneshot::Sender<ReloadResult>>);
+
+impl ReloadRequests {
+    /// Both ends; who holds the other one reads the config for each request and answers it.
+    #[must_use]
+    pub fn channel() -> (Self, mpsc::Receiver<oneshot::Sender<ReloadResult>>) {
+        let (asking, asked) = mpsc::channel(WAITING_MAX);
+        (Self(asking), asked)
+    }
+
+    /// Has it read again; `None`: nobody reads it any more.
+    async fn ask(&self) -> Option<ReloadResult> {
+        let (answer, answered) = oneshot::channel();
+        self.0.send(answer).await.ok()?;
+        answered.await.ok()
+    }
+}
+
+pub(super) async fn reload(State(admin): State<AdminState>) -> Result<Response, Problem> {
+    let Some(requests) = &admin.reload else {
+        let title = "this process does not read its config again";
+        return Err(Problem::new(
+            StatusCode::NOT_IMPLEMENTED,
+            "not-reloadable",
+            title,
+        ));
+    };
+    match requests.ask().await {
+        Some(Ok(report)) => Ok(json(&report)),
+        Some(Err(faults)) => Err(faulty(&faults)),
+        None => Err(Problem::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "stopping",
+            "replica is stopping",
+        )),
+    }
+}
+
+fn faulty(faults: &[ReloadFault]) -> Problem {
+    let each = faults.iter().map(|fault| {
+        let ReloadFault {
+            message,
+            expected,
+            place,
+        } = fault;
+        format!("{place}: {message} (expected {expected})")
+    });
+    let faults = serde_json::to_value(faults).expect("texts serialise");
+    Problem::new(
+        StatusCode::UNPROCESSABLE_ENTITY,
+        "config-faults",
+        "the config has faults; nothing was changed",
+    )
+    .detail(each.collect::<Vec<_>>().join("; "))
+    .member("faults", faults)
+}
