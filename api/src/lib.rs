@@ -11,6 +11,7 @@ pub mod events;
 pub mod file_stamp;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
+mod ip_prefix;
 pub mod kv_events;
 pub mod metrics;
 pub mod planted;

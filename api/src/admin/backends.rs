@@ -322,10 +322,16 @@ pub(super) async fn put(
         ));
     }
     let url = match EngineUrl::parse(&body.url) {
-        Ok(url) => url.as_str().to_owned(),
+        Ok(url) => {
+            allowed(&admin, "url", url.host())?;
+            url.as_str().to_owned()
+        }
         // The cluster says what is wrong with it.
         Err(EngineUrlError) => body.url,
     };
+    for (field, host) in endpoint::hosts(body.kv_events.as_deref(), body.kv_replay.as_deref()) {
+        allowed(&admin, field, &host)?;
+    }
     let spec = BackendSpec {
         id,
         url,
@@ -348,6 +354,17 @@ pub(super) async fn put(
     endpoint::check(spec.kv_events.as_deref(), spec.kv_replay.as_deref())
         .map_err(|(field, expected)| invalid(field, expected))?;
     submit(&admin, Command::PutBackend(spec)).await
+}
+
+/// Refuses a host that this replica would not connect to.
+fn allowed(admin: &Admin, field: &'static str, host: &str) -> Result<(), Problem> {
+    let judged = admin.backends.check_host(host);
+    judged.map_err(|refused| {
+        invalid(
+            field,
+            format!("{refused}, expected an engine that admin.backends_allow has"),
+        )
+    })
 }
 
 pub(super) async fn remove(

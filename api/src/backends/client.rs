@@ -5,18 +5,18 @@
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::header::{ACCEPT, AUTHORIZATION, HOST, USER_AGENT};
+use http::header::{ACCEPT, HOST, USER_AGENT};
 use http::{HeaderValue, Request, StatusCode};
 use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::NAME_HOLDS_FOR;
+use super::dialer::{EngineDialer, RulesId};
+use super::keys::EngineHeaders;
 use super::local::is_local;
-use super::tls::EngineTls;
 use super::url::{EngineUrl, EngineUrlError};
 
 /// A complete answer.
@@ -54,14 +54,16 @@ impl ProbeError {
 pub(crate) struct ProbeClient {
     url: EngineUrl,
     host: HeaderValue,
-    authorization: Option<HeaderValue>,
+    headers: Option<EngineHeaders>,
     timeout: Duration,
-    tls: EngineTls,
+    dialer: EngineDialer,
     connection: Option<ProbeConnection>,
 }
 
 struct ProbeConnection {
     sender: SendRequest<Empty<Bytes>>,
+    /// Those that held when it was opened.
+    rules: RulesId,
     opened_at: Instant,
     driver: AbortHandle,
 }
@@ -77,8 +79,8 @@ impl ProbeClient {
     /// `timeout`.
     pub(crate) fn new(
         url: &str,
-        authorization: Option<HeaderValue>,
-        (timeout, tls): (Duration, &EngineTls),
+        headers: Option<EngineHeaders>,
+        (timeout, dialer): (Duration, &EngineDialer),
     ) -> Result<Self, ProbeError> {
         let bad = |why| ProbeError::Url(url.to_owned(), why);
         let url = EngineUrl::parse(url).map_err(bad)?;
@@ -86,16 +88,16 @@ impl ProbeClient {
         Ok(Self {
             host: host.ok_or_else(|| bad(EngineUrlError))?,
             url,
-            authorization,
+            headers,
             timeout,
-            tls: tls.clone(),
+            dialer: dialer.clone(),
             connection: None,
         })
     }
 
     /// Authorizes what is asked from here on.
-    pub(crate) fn authorize(&mut self, authorization: Option<HeaderValue>) {
-        self.authorization = authorization;
+    pub(crate) fn authorize(&mut self, headers: Option<EngineHeaders>) {
+        self.headers = headers;
     }
 
     /// Has each call take at most `timeout` from here on.
@@ -141,17 +143,18 @@ impl ProbeClient {
         Ok((answer, connection))
     }
 
-    /// Whether a connection is open, and the engine's name need not be looked up again.
+    /// Whether a connection is open, and the engine's name need not be looked up again, nor its
+    /// address be judged.
     fn is_usable(&self, kept: &ProbeConnection) -> bool {
         let leads_here = !self.url.is_name() || kept.opened_at.elapsed() < NAME_HOLDS_FOR;
-        leads_here && !kept.sender.is_closed()
+        leads_here && kept.rules == self.dialer.rules() && !kept.sender.is_closed()
     }
 
     async fn connect(&self) -> Result<ProbeConnection, ProbeError> {
-        let stream = TcpStream::connect(self.url.address())
-            .await
-            .map_err(ProbeError::Connect)?;
-        let stream = self.tls.connect(&self.url, stream).await;
+        let rules = self.dialer.rules();
+        let stream = self.dialer.reach(&self.url).await;
+        let stream = stream.map_err(ProbeError::Connect)?;
+        let stream = self.dialer.secure(&self.url, stream).await;
         let stream = stream.map_err(ProbeError::Connect)?;
         let (sender, driver) = http1::handshake(TokioIo::new(stream))
             .await
@@ -163,6 +166,7 @@ impl ProbeClient {
         .abort_handle();
         Ok(ProbeConnection {
             sender,
+            rules,
             opened_at: Instant::now(),
             driver,
         })
@@ -208,8 +212,8 @@ impl ProbeClient {
         headers.insert(HOST, self.host.clone());
         headers.insert(ACCEPT, HeaderValue::from_static("*/*"));
         headers.insert(USER_AGENT, HeaderValue::from_static("quorate-probe"));
-        if let Some(authorization) = &self.authorization {
-            headers.insert(AUTHORIZATION, authorization.clone());
+        if let Some(own) = &self.headers {
+            own.put_into(headers);
         }
         Ok(request)
     }

@@ -10,9 +10,92 @@ use std::fmt;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use http::HeaderValue;
+use http::header::AUTHORIZATION;
+use http::{HeaderMap, HeaderName, HeaderValue};
 
-/// The `authorization` header for each engine that requires one. Clones are the same set, which can
+/// Longest file of headers, in bytes.
+const FILE_BYTES_MAX: usize = 64 * 1024;
+/// Headers that say how a message is sent, or that this replica sets.
+const NOT_OF_ENGINES: [&str; 13] = [
+    "connection",
+    "content-encoding",
+    "content-length",
+    "content-type",
+    "expect",
+    "host",
+    "keep-alive",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "x-request-id",
+];
+
+/// Headers that an engine gets in place of the client's credentials.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineHeaders(Arc<[(HeaderName, HeaderValue)]>);
+
+impl From<HeaderValue> for EngineHeaders {
+    /// An `authorization` header.
+    fn from(mut authorization: HeaderValue) -> Self {
+        authorization.set_sensitive(true);
+        Self([(AUTHORIZATION, authorization)].into())
+    }
+}
+
+impl EngineHeaders {
+    /// Reads a file of headers: `name: value` a line, empty lines and those that begin with `#`
+    /// aside.
+    ///
+    /// # Errors
+    /// The first fault, with its line. No value is quoted.
+    pub fn read(text: &str) -> Result<Self, String> {
+        if text.len() > FILE_BYTES_MAX {
+            return Err("longer than 64 KiB".to_owned());
+        }
+        let lines = (1..).zip(text.lines().map(str::trim));
+        let lines = lines.filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
+        let mut headers: Vec<(HeaderName, HeaderValue)> = Vec::new();
+        for (number, line) in lines {
+            let (name, value) = header(line).map_err(|why| format!("line {number}: {why}"))?;
+            if headers.iter().any(|(other, _)| *other == name) {
+                return Err(format!("line {number}: {name} again"));
+            }
+            headers.push((name, value));
+        }
+        match headers.is_empty() {
+            true => Err("holds no header".to_owned()),
+            false => Ok(Self(headers.into())),
+        }
+    }
+
+    /// Puts them in the place of those with the same names.
+    pub(crate) fn put_into(&self, headers: &mut HeaderMap) {
+        for (name, value) in &*self.0 {
+            headers.insert(name, value.clone());
+        }
+    }
+}
+
+fn header(line: &str) -> Result<(HeaderName, HeaderValue), String> {
+    let (name, value) = line.split_once(':').ok_or("expected name: value")?;
+    let name: HeaderName = name
+        .trim()
+        .parse()
+        .map_err(|_| "before the colon: expected the name of a header")?;
+    if NOT_OF_ENGINES.contains(&name.as_str()) {
+        return Err(format!(
+            "{name}: expected a header that tells who sends, not how"
+        ));
+    }
+    let value = HeaderValue::from_str(value.trim());
+    let mut value = value.map_err(|_| format!("{name}: expected text in ASCII"))?;
+    value.set_sensitive(true);
+    Ok((name, value))
+}
+
+/// The headers for each engine that requires one. Clones are the same set, which can
 /// be replaced while it is used.
 #[derive(Clone, Default)]
 pub struct EngineKeys(Arc<ArcSwap<BTreeMap<String, EngineKey>>>);
@@ -21,27 +104,26 @@ pub struct EngineKeys(Arc<ArcSwap<BTreeMap<String, EngineKey>>>);
 struct EngineKey {
     /// Without a trailing slash.
     url: String,
-    authorization: HeaderValue,
+    headers: EngineHeaders,
     /// Whether client requests carry it in addition to probes.
     is_for_requests: bool,
 }
 
 impl EngineKeys {
     /// Adds a key for everything sent to the engine `id` at `url`, replacing the client's own.
-    pub fn add(&mut self, id: &str, url: &str, authorization: HeaderValue) {
-        self.insert(id, url, authorization, true);
+    pub fn add(&mut self, id: &str, url: &str, headers: impl Into<EngineHeaders>) {
+        self.insert(id, url, headers.into(), true);
     }
 
     /// Adds a key only for what the replica itself asks the engine.
-    pub fn add_for_probes(&mut self, id: &str, url: &str, authorization: HeaderValue) {
-        self.insert(id, url, authorization, false);
+    pub fn add_for_probes(&mut self, id: &str, url: &str, headers: impl Into<EngineHeaders>) {
+        self.insert(id, url, headers.into(), false);
     }
 
-    fn insert(&mut self, id: &str, url: &str, mut authorization: HeaderValue, requests: bool) {
-        authorization.set_sensitive(true);
+    fn insert(&mut self, id: &str, url: &str, headers: EngineHeaders, requests: bool) {
         let key = EngineKey {
             url: bare(url).to_owned(),
-            authorization,
+            headers,
             is_for_requests: requests,
         };
         let mut keys = BTreeMap::clone(&self.0.load());
@@ -55,15 +137,15 @@ impl EngineKeys {
     }
 
     /// Returns the key for the replica's own requests to the backend `id` at `url`.
-    pub(crate) fn of_probes(&self, id: &str, url: &str) -> Option<HeaderValue> {
-        self.of(id, url).map(|key| key.authorization)
+    pub(crate) fn of_probes(&self, id: &str, url: &str) -> Option<EngineHeaders> {
+        self.of(id, url).map(|key| key.headers)
     }
 
     /// Returns the key that client requests to the backend `id` at `url` carry instead of their
     /// own.
-    pub(crate) fn of_requests(&self, id: &str, url: &str) -> Option<HeaderValue> {
+    pub(crate) fn of_requests(&self, id: &str, url: &str) -> Option<EngineHeaders> {
         let key = self.of(id, url).filter(|key| key.is_for_requests);
-        key.map(|key| key.authorization)
+        key.map(|key| key.headers)
     }
 
     fn of(&self, id: &str, url: &str) -> Option<EngineKey> {
@@ -95,6 +177,42 @@ impl fmt::Debug for EngineKeys {
 mod tests {
     use super::*;
 
+    /// The `authorization` that an engine gets.
+    fn sent(headers: Option<EngineHeaders>) -> HeaderValue {
+        let mut all = HeaderMap::new();
+        headers.unwrap().put_into(&mut all);
+        all.remove(AUTHORIZATION).unwrap()
+    }
+
+    #[test]
+    fn a_file_has_a_header_a_line() {
+        let read =
+            EngineHeaders::read("# of the gateway\nX-Team: a: b\n\nauthorization:Basic YTpi\n");
+        let mut headers = HeaderMap::new();
+        headers.insert("x-team", HeaderValue::from_static("of the client"));
+        read.unwrap().put_into(&mut headers);
+        assert_eq!(headers["x-team"], "a: b");
+        assert_eq!(headers["authorization"], "Basic YTpi");
+        assert!(headers["x-team"].is_sensitive());
+        for (text, fault) in [
+            ("", "holds no header"),
+            ("s3cret", "line 1: expected name: value"),
+            ("a b: s3cret", "line 1: before the colon"),
+            (
+                "\nhost: s3cret",
+                "line 2: host: expected a header that tells who",
+            ),
+            ("x-a: s3cret\u{1}", "line 1: x-a: expected text"),
+            ("x-a: 1\nX-A: s3cret", "line 2: x-a again"),
+        ] {
+            let told = EngineHeaders::read(text).err().unwrap();
+            assert!(
+                told.starts_with(fault) && !told.contains("s3cret"),
+                "{told}"
+            );
+        }
+    }
+
     #[test]
     fn a_key_is_for_one_id_at_one_url() {
         let mut keys = EngineKeys::default();
@@ -109,10 +227,10 @@ mod tests {
             HeaderValue::from_static("Bearer two"),
         );
         let (one, two) = ("http://10.0.0.1:8000", "http://10.0.0.2");
-        assert_eq!(keys.of_requests("gpu-1", one).unwrap(), "Bearer one");
-        assert_eq!(keys.of_probes("gpu-1", one).unwrap(), "Bearer one");
-        assert_eq!(keys.of_probes("gpu-2", two).unwrap(), "Bearer two");
-        assert_eq!(keys.of_requests("gpu-2", two), None);
+        assert_eq!(sent(keys.of_requests("gpu-1", one)), "Bearer one");
+        assert_eq!(sent(keys.of_probes("gpu-1", one)), "Bearer one");
+        assert_eq!(sent(keys.of_probes("gpu-2", two)), "Bearer two");
+        assert!(keys.of_requests("gpu-2", two).is_none());
         for (id, url) in [
             ("gpu-1", two),
             ("gpu-2", one),
@@ -120,7 +238,7 @@ mod tests {
             ("gpu-1", "http://evil.example"),
             ("evil", one),
         ] {
-            assert_eq!(keys.of_probes(id, url), None, "{id} {url}");
+            assert!(keys.of_probes(id, url).is_none(), "{id} {url}");
         }
         assert_eq!(format!("{keys:?}"), "EngineKeys(2 keys)");
         let user = keys.clone();
@@ -128,8 +246,8 @@ mod tests {
         later.add("gpu-2", two, HeaderValue::from_static("Bearer three"));
         assert_ne!(user, later);
         keys.replace(&later);
-        assert_eq!(user.of_requests("gpu-2", two).unwrap(), "Bearer three");
-        assert_eq!(user.of_probes("gpu-1", one), None);
+        assert_eq!(sent(user.of_requests("gpu-2", two)), "Bearer three");
+        assert!(user.of_probes("gpu-1", one).is_none());
         assert_eq!(user, later);
     }
 }

@@ -10,8 +10,10 @@
 //! failures make it unhealthy. The data plane reads health without waiting.
 
 mod adapters;
+mod addresses;
 mod circuit;
 mod client;
+mod dialer;
 mod engine;
 mod facts;
 #[cfg(feature = "fuzzing")]
@@ -25,7 +27,6 @@ mod probe;
 mod roster;
 mod segments;
 pub mod text;
-mod tls;
 mod url;
 
 #[cfg(test)]
@@ -43,15 +44,16 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 pub use adapters::{AdapterPlace, EngineAdapters, LoraAdapters};
+pub use addresses::{AllowedEngines, AllowedEnginesError, EngineAddressError, EngineAddressRules};
 pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
+pub use dialer::{EngineDialer, engine_files};
 pub use engine::{EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX};
 pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
-pub use keys::EngineKeys;
+pub use keys::{EngineHeaders, EngineKeys};
 pub use roster::{Occupancy, SlotTable};
-pub use tls::{EngineTls, engine_files};
 pub use url::{EngineUrl, EngineUrlError};
 
 pub(crate) use panic::named_models;
@@ -67,7 +69,7 @@ pub struct Backends {
     board: HealthTable,
     settings: ArcSwap<ProbeSettings>,
     keys: EngineKeys,
-    tls: EngineTls,
+    dialer: EngineDialer,
     events: OnceLock<EventBus>,
     changes: watch::Sender<u64>,
     circuits: Arc<CircuitBreakers>,
@@ -100,8 +102,8 @@ pub struct ProbeSettings {
     pub panic_threshold_percent: u32,
     /// Keys of engines that require one.
     pub keys: EngineKeys,
-    /// How engines with TLS are connected to.
-    pub tls: EngineTls,
+    /// How engines are connected to.
+    pub dialer: EngineDialer,
 }
 
 impl Default for ProbeSettings {
@@ -114,7 +116,7 @@ impl Default for ProbeSettings {
             health_path: None,
             panic_threshold_percent: 50,
             keys: EngineKeys::default(),
-            tls: EngineTls::default(),
+            dialer: EngineDialer::default(),
         }
     }
 }
@@ -154,7 +156,7 @@ impl Backends {
         Self {
             board: HealthTable::new(BACKENDS_MAX),
             keys: settings.keys.clone(),
-            tls: settings.tls.clone(),
+            dialer: settings.dialer.clone(),
             settings: ArcSwap::from_pointee(settings),
             events: OnceLock::new(),
             changes: watch::Sender::new(0),
@@ -188,9 +190,14 @@ impl Backends {
         &self.keys
     }
 
-    /// Returns how engines with TLS are connected to.
-    pub(crate) fn tls(&self) -> &EngineTls {
-        &self.tls
+    /// Returns how engines are connected to.
+    pub(crate) fn dialer(&self) -> &EngineDialer {
+        &self.dialer
+    }
+
+    /// Judges the host of an engine.
+    pub(crate) fn check_host(&self, host: &str) -> Result<(), EngineAddressError> {
+        self.dialer.check_host(host)
     }
 
     /// Sends health changes to `events`. Only the first call has an effect.

@@ -28,9 +28,9 @@ use tokio::net::TcpStream;
 use tokio::time::Instant;
 
 use super::NAME_HOLDS_FOR;
+use super::dialer::{EngineDialer, RulesId};
 use super::local::is_local;
 pub use super::segments::Segments;
-use super::tls::EngineTls;
 use super::url::{EngineUrl, EngineUrlError};
 use crate::tls::MaybeTls;
 
@@ -125,7 +125,7 @@ impl SendError {
 pub struct Pool {
     settings: PoolSettings,
     counters: PoolCounters,
-    tls: EngineTls,
+    dialer: EngineDialer,
     /// Endpoints by slot.
     endpoints: RwLock<Vec<Option<Arc<EngineEndpoint>>>>,
 }
@@ -137,7 +137,7 @@ pub struct EngineEndpoint {
     host: HeaderValue,
     settings: PoolSettings,
     counters: PoolCounters,
-    tls: EngineTls,
+    dialer: EngineDialer,
     /// Idle connections, oldest first.
     idle: Mutex<PooledConnections>,
 }
@@ -149,15 +149,15 @@ impl Pool {
         Self {
             settings,
             counters,
-            tls: EngineTls::default(),
+            dialer: EngineDialer::default(),
             endpoints: RwLock::default(),
         }
     }
 
-    /// Connects to engines with TLS like this.
+    /// Connects to engines like this.
     #[must_use]
-    pub fn with_tls(self, tls: EngineTls) -> Self {
-        Self { tls, ..self }
+    pub fn through(self, dialer: EngineDialer) -> Self {
+        Self { dialer, ..self }
     }
 
     /// Returns the endpoint of a backend. A new incarnation gets a new one, because its
@@ -204,7 +204,7 @@ impl Pool {
             url,
             settings: self.settings,
             counters: self.counters.clone(),
-            tls: self.tls.clone(),
+            dialer: self.dialer.clone(),
             idle: Mutex::default(),
         })
     }
@@ -283,10 +283,11 @@ impl EngineEndpoint {
     }
 
     async fn connect(&self) -> Result<Box<PooledConnection>, SendError> {
+        let rules = self.dialer.rules();
         let connect = async {
-            let stream = TcpStream::connect(self.url.address()).await?;
+            let stream = self.dialer.reach(&self.url).await?;
             prepare(&stream, self.settings.keep_alive)?;
-            self.tls.connect(&self.url, stream).await
+            self.dialer.secure(&self.url, stream).await
         };
         let stream = tokio::time::timeout(self.settings.connect_timeout, connect)
             .await
@@ -304,6 +305,7 @@ impl EngineEndpoint {
             sender,
             connection,
             is_over: false,
+            rules,
             opened_at: now,
             idle_since: now,
         }))
@@ -366,9 +368,11 @@ impl EngineEndpoint {
         }
     }
 
-    /// Whether the engine's name need not be looked up again.
+    /// Whether the engine's name need not be looked up again, nor its address be judged.
     fn leads_here(&self, link: &PooledConnection) -> bool {
-        !self.url.is_name() || link.opened_at.elapsed() < self.settings.name_holds_for
+        let is_known =
+            !self.url.is_name() || link.opened_at.elapsed() < self.settings.name_holds_for;
+        is_known && link.rules == self.dialer.rules()
     }
 
     fn give_back(&self, mut link: Box<PooledConnection>) {
@@ -403,6 +407,8 @@ struct PooledConnection {
     connection: http1::Connection<TokioIo<MaybeTls<TcpStream>>, Segments>,
     /// Whether `connection` has ended; it must not be polled again.
     is_over: bool,
+    /// Those that held when it was opened.
+    rules: RulesId,
     opened_at: Instant,
     idle_since: Instant,
 }

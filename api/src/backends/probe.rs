@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{HeaderValue, StatusCode};
+use http::StatusCode;
 use state::{Backend, StateView};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
@@ -17,6 +17,7 @@ use super::client::{ProbeClient, ProbeError, ProbeResponse};
 use super::engine::{self, EngineMetrics};
 use super::facts::{EngineReading, FactsMemory, ProbeRound};
 use super::health::Fault;
+use super::keys::EngineHeaders;
 use super::roster::{Occupancy, SlotTable, backend_at};
 use super::{Backends, Hooks, ProbeSettings, text};
 
@@ -81,8 +82,8 @@ pub(super) async fn supervise(
 
 impl Probe {
     async fn run(self) {
-        let (timeout, tls) = (self.settings().timeout, self.backends.tls());
-        let client = || ProbeClient::new(&self.url, self.key(), (timeout, tls));
+        let (timeout, dialer) = (self.settings().timeout, self.backends.dialer());
+        let client = || ProbeClient::new(&self.url, self.key(), (timeout, dialer));
         match (client(), client()) {
             (Ok(liveness), Ok(words)) => {
                 tokio::join!(self.watch_liveness(liveness), self.watch_words(words));
@@ -100,7 +101,7 @@ impl Probe {
     }
 
     /// Its key may be replaced while it is probed.
-    fn key(&self) -> Option<HeaderValue> {
+    fn key(&self) -> Option<EngineHeaders> {
         self.backends.keys().of_probes(&self.id, &self.url)
     }
 

@@ -62,20 +62,23 @@ impl EngineUrl {
         &self.text
     }
 
-    /// Returns `host:port`, to connect to.
-    pub(crate) fn address(&self) -> &str {
-        &self.address
-    }
-
     /// Whether TLS is spoken there.
     pub(crate) fn is_tls(&self) -> bool {
         self.is_tls
     }
 
     /// Returns the host, without brackets.
-    pub(crate) fn host(&self) -> &str {
+    #[must_use]
+    pub fn host(&self) -> &str {
         let host = self.address.rsplit_once(':').map_or("", |(host, _)| host);
         host.trim_start_matches('[').trim_end_matches(']')
+    }
+
+    /// Returns the port.
+    pub(crate) fn port(&self) -> u16 {
+        let port = self.address.rsplit_once(':').map(|(_, port)| port.parse());
+        port.and_then(Result::ok)
+            .expect("it was parsed with a port")
     }
 
     /// Returns the value of the `host` header.

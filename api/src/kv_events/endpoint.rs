@@ -158,6 +158,20 @@ impl fmt::Display for KvAddress {
     }
 }
 
+/// Returns the hosts that these settings have a replica connect to, with the setting.
+#[must_use]
+pub fn hosts(kv_events: Option<&str>, kv_replay: Option<&str>) -> Vec<(&'static str, String)> {
+    let settings = [("kv_events", kv_events), ("kv_replay", kv_replay)];
+    let hosts = settings.into_iter().filter_map(|(setting, endpoint)| {
+        let KvEndpoint { side, address, .. } = endpoint?.parse().ok()?;
+        match (side, address) {
+            (ListeningSide::Engine, KvAddress::Tcp { host, .. }) => Some((setting, host?)),
+            (ListeningSide::Here, _) | (ListeningSide::Engine, KvAddress::Ipc(_)) => None,
+        }
+    });
+    hosts.collect()
+}
+
 /// Checks the settings `kv_events` and `kv_replay` of a backend.
 ///
 /// # Errors

@@ -146,7 +146,7 @@ async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
     let found = loop {
         let key = parts.backends.keys();
         let key = key.of_probes(&backend.spec.id, &backend.spec.url);
-        match source::find(backend, key, parts.backends.tls()).await {
+        match source::find(backend, key, parts.backends.dialer()).await {
             Ok(found) => break found,
             Err(why) => {
                 let detail = Some(why);

@@ -8,13 +8,14 @@ use std::io;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::net::{TcpListener, TcpStream, UnixStream};
+use tokio::net::{TcpListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 
 use super::endpoint::{KvAddress, ListeningSide};
 use super::zmtp::{SocketType, ZmtpConnection, ZmtpError};
+use crate::backends::EngineDialer;
 use crate::backends::pool::prepare;
 use crate::ports::BoxFuture;
 
@@ -67,8 +68,16 @@ pub trait Sockets: Send + Sync + 'static {
 }
 
 /// ZeroMQ over TCP and Unix sockets.
-#[derive(Debug, Clone, Copy)]
-pub struct Zmq;
+#[derive(Debug, Clone, Default)]
+pub struct Zmq(EngineDialer);
+
+impl Zmq {
+    /// Connects to engines like this.
+    #[must_use]
+    pub fn new(dialer: EngineDialer) -> Self {
+        Self(dialer)
+    }
+}
 
 impl Sockets for Zmq {
     fn subscribe(
@@ -77,9 +86,10 @@ impl Sockets for Zmq {
         address: KvAddress,
         queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, ()> {
+        let dialer = self.0.clone();
         Box::pin(async move {
             match side {
-                ListeningSide::Engine => subscribe_by_dialling(&address, &queue).await,
+                ListeningSide::Engine => subscribe_by_dialling(&dialer, &address, &queue).await,
                 ListeningSide::Here => subscribe_by_listening(&address, &queue).await,
             }
         })
@@ -91,8 +101,9 @@ impl Sockets for Zmq {
         from: u64,
         queue: mpsc::Sender<SocketMessage>,
     ) -> BoxFuture<'static, Result<(), String>> {
+        let dialer = self.0.clone();
         Box::pin(async move {
-            let replayed = replay(&address, from, &queue).await;
+            let replayed = replay(&dialer, &address, from, &queue).await;
             replayed.map_err(|error| error.to_string())
         })
     }
@@ -150,7 +161,11 @@ impl Socket {
     }
 }
 
-async fn dial(address: &KvAddress, kind: SocketType) -> Result<ZmtpConnection, ZmtpError> {
+async fn dial(
+    dialer: &EngineDialer,
+    address: &KvAddress,
+    kind: SocketType,
+) -> Result<ZmtpConnection, ZmtpError> {
     let connecting = async {
         match address {
             KvAddress::Ipc(path) => {
@@ -159,7 +174,7 @@ async fn dial(address: &KvAddress, kind: SocketType) -> Result<ZmtpConnection, Z
             KvAddress::Tcp { host, port } => {
                 let host = host.as_deref().unwrap_or("localhost");
                 let host = host.trim_start_matches('[').trim_end_matches(']');
-                let stream = TcpStream::connect((host, *port)).await?;
+                let stream = dialer.reach_at(host, *port).await?;
                 prepare(&stream, KEEP_ALIVE)?;
                 ZmtpConnection::open(stream, kind).await
             }
@@ -171,10 +186,14 @@ async fn dial(address: &KvAddress, kind: SocketType) -> Result<ZmtpConnection, Z
     }
 }
 
-async fn subscribe_by_dialling(address: &KvAddress, queue: &mpsc::Sender<SocketMessage>) {
+async fn subscribe_by_dialling(
+    dialer: &EngineDialer,
+    address: &KvAddress,
+    queue: &mpsc::Sender<SocketMessage>,
+) {
     let mut pause = PAUSES.0;
     loop {
-        let error = match dial(address, SocketType::Sub).await {
+        let error = match dial(dialer, address, SocketType::Sub).await {
             Ok(mut connection) => {
                 pause = PAUSES.0;
                 pass_on(&mut connection, queue).await
@@ -308,11 +327,12 @@ async fn pass_on(
 }
 
 async fn replay(
+    dialer: &EngineDialer,
     address: &KvAddress,
     from: u64,
     queue: &mpsc::Sender<SocketMessage>,
 ) -> Result<(), ZmtpError> {
-    let mut connection = dial(address, SocketType::Dealer).await?;
+    let mut connection = dial(dialer, address, SocketType::Dealer).await?;
     connection.send(&[b"", &from.to_be_bytes()]).await?;
     loop {
         let frames = timeout(REPLAY_SILENCE_MAX, connection.receive()).await;
@@ -345,6 +365,8 @@ fn read(frames: &[Bytes]) -> Option<(u64, Bytes)> {
 
 #[cfg(test)]
 mod tests {
+    use tokio::net::TcpStream;
+
     use super::*;
 
     async fn numbers(socket: &mut Socket, count: usize) -> Vec<u64> {
@@ -372,8 +394,11 @@ mod tests {
         let port = free.local_addr().unwrap().port();
         drop(free);
         let host = Some("127.0.0.1".to_owned());
-        let mut socket =
-            Socket::subscription(&Zmq, ListeningSide::Here, KvAddress::Tcp { host, port });
+        let mut socket = Socket::subscription(
+            &Zmq::default(),
+            ListeningSide::Here,
+            KvAddress::Tcp { host, port },
+        );
         let mut engine = ZmtpConnection::open(dial_in(port).await, SocketType::Pub)
             .await
             .unwrap();

@@ -7,12 +7,12 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use http::{HeaderValue, StatusCode};
+use http::StatusCode;
 use serde::Deserialize;
 use state::Backend;
 
 use super::endpoint::{KvAddress, KvEndpoint, KvEventsSource, ListeningSide};
-use crate::backends::{EngineTls, ProbeClient};
+use crate::backends::{EngineDialer, EngineHeaders, ProbeClient};
 
 /// Maximum size of an answer, in bytes.
 const BODY_BYTES_MAX: usize = 1 << 20;
@@ -78,13 +78,13 @@ struct ServerInfo {
 /// Asks the engine of `backend`.
 pub(super) async fn find(
     backend: &Backend,
-    authorization: Option<HeaderValue>,
-    tls: &EngineTls,
+    headers: Option<EngineHeaders>,
+    dialer: &EngineDialer,
 ) -> Result<EngineSources, String> {
     let spec = &backend.spec;
     let source = spec.kv_events.as_deref().unwrap_or_default();
     let source: KvEventsSource = source.parse().map_err(|bad| format!("kv_events: {bad}"))?;
-    let client = ProbeClient::new(&spec.url, authorization, (ANSWER_MAX, tls));
+    let client = ProbeClient::new(&spec.url, headers, (ANSWER_MAX, dialer));
     let mut client = client.map_err(|failure| failure.to_string())?;
     let host = host(&spec.url);
     let model = match &spec.models[..] {

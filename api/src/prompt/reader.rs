@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST};
+use http::header::{CONTENT_TYPE, HOST};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Limited};
 use prometheus_client::encoding::EncodeLabelSet;
@@ -159,7 +159,7 @@ impl PromptReader {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let pool = Pool::new(PoolSettings::default(), PoolCounters::default());
         Self {
-            pool: pool.with_tls(backends.tls().clone()),
+            pool: pool.through(backends.dialer().clone()),
             view,
             backends,
             models,
@@ -422,8 +422,8 @@ impl PromptReader {
             let headers = request.headers_mut();
             headers.insert(HOST, endpoint.host().clone());
             headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-            if let Some(authorization) = &key {
-                headers.insert(AUTHORIZATION, authorization.clone());
+            if let Some(key) = &key {
+                key.put_into(headers);
             }
             request
         };

@@ -11,6 +11,8 @@ use http::header::{
 };
 use http::{HeaderMap, HeaderName, HeaderValue, Version};
 
+use crate::backends::EngineHeaders;
+
 use super::fields::{HeaderRules, is_engines_own};
 
 /// Names the request, here and at the engine.
@@ -79,7 +81,7 @@ pub(super) struct Hop<'a> {
     /// Whether the client's credentials go on, where the engine has no key of its own.
     pub(super) forward_credentials: bool,
     /// What the engine gets in place of them.
-    pub(super) engine_key: Option<&'a HeaderValue>,
+    pub(super) engine_key: Option<&'a EngineHeaders>,
     /// Which headers are commands to engines.
     pub(super) strip: &'a HeaderRules,
 }
@@ -100,7 +102,7 @@ pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_
         }
     }
     if let Some(key) = hop.engine_key {
-        headers.insert(AUTHORIZATION, key.clone());
+        key.put_into(&mut headers);
     }
     headers.insert(HOST, host.clone());
     headers.insert(REQUEST_ID, hop.request_id.clone());

@@ -20,7 +20,6 @@
 //! among requests that wait for a backend; all are passed on.
 
 mod access;
-mod addresses;
 mod ahead;
 mod attempt;
 mod beginning;
@@ -78,8 +77,8 @@ use state::StateView;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
+pub use crate::ip_prefix::{IpPrefix, IpPrefixError};
 pub use access::ACCESS_TARGET;
-pub use addresses::{IpPrefix, IpPrefixError};
 pub(crate) use clients::client_of;
 pub use cors::AllowedOrigins;
 pub(crate) use decisions::{DecidedAttempt, RequestEnd};
@@ -182,7 +181,7 @@ impl Proxy {
         metrics: Arc<ProxyMetrics>,
     ) -> Self {
         let pool = Pool::new(settings.pool, metrics.pool.clone());
-        let pool = pool.with_tls(backends.tls().clone());
+        let pool = pool.through(backends.dialer().clone());
         let replica = HeaderValue::from(u16::from(settings.replica.0));
         let limits = &settings.limits;
         let clients = ClientTable::new(

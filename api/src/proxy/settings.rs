@@ -9,13 +9,13 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::ids::ReplicaId;
 
-use super::addresses::IpPrefix;
 use super::cors::AllowedOrigins;
 use super::expose::Expose;
 use super::fields::{FieldRules, HeaderRules};
 use super::keys::ApiKeys;
 use super::splice::UsageRequest;
 use crate::backends::pool::PoolSettings;
+use crate::ip_prefix::IpPrefix;
 
 /// Requests whose decisions are kept, unless the config says otherwise.
 pub const DECISIONS_MAX: usize = 10_000;

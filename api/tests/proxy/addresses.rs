@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::backends::{EngineKeys, ProbeSettings};
+use api::backends::{EngineAddressRules, EngineDialer, EngineKeys, ProbeSettings};
 use api::proxy::ProxySettings;
 use http::HeaderValue;
 use state::command::{BackendSpec, Command};
@@ -81,4 +81,43 @@ async fn a_name_is_looked_up_again_and_an_address_is_not() {
         }
         assert_eq!(engine.connections() - before, connections, "{host}");
     }
+}
+
+#[tokio::test]
+async fn nothing_is_sent_to_an_address_that_is_not_allowed() {
+    let engine = engine().await;
+    let dialer = EngineDialer::default();
+    let probes = ProbeSettings {
+        dialer: dialer.clone(),
+        interval: Duration::from_millis(50),
+        ..ProbeSettings::default()
+    };
+    let fleet = Fleet::start_probed(&[&engine], probes).await;
+    // By its name, which the registry cannot judge.
+    let port = engine.address.port();
+    fleet.apply(at(format!("http://localhost:{port}")));
+    let slot = fleet.backend(0).slot;
+    let is_healthy = |expected: bool| {
+        let glance = fleet.backends.glance(slot);
+        glance.is_some_and(|it| it.is_healthy == expected)
+    };
+    let by_name = format!("host: localhost:{port}\r\n");
+    let is_probed = || engine.requests().iter().any(|it| it.contains(&by_name));
+    eventually("it is healthy", || is_probed() && is_healthy(true)).await;
+    assert_eq!(fleet.client().await.ask(chat("")).await.status, 200);
+    fleet.is_idle().await;
+
+    let elsewhere = vec!["10.0.0.0/8".parse().unwrap()];
+    dialer.allow(EngineAddressRules::new(elsewhere));
+    // A connection is kept; it serves no further request.
+    let posts = || {
+        let seen = engine.requests();
+        seen.iter().filter(|it| it.starts_with("POST")).count()
+    };
+    let before = posts();
+    assert_ne!(fleet.client().await.ask(chat("")).await.status, 200);
+    assert_eq!(posts(), before);
+    eventually("probes are not sent either", || is_healthy(false)).await;
+    dialer.allow(EngineAddressRules::default());
+    eventually("it is healthy again", || is_healthy(true)).await;
 }

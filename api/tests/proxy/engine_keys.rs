@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::backends::EngineKeys;
+use api::backends::{EngineHeaders, EngineKeys};
 use api::proxy::ApiKeys;
 use http::HeaderValue;
 
@@ -41,6 +41,22 @@ async fn an_engine_gets_its_own_key_and_no_clients() {
     let fleet = Fleet::start_keyed(&[&engine], keys, Duration::ZERO, |_| {}).await;
     let own = ["authorization: Bearer engine-key"];
     assert_eq!(seen(&fleet, &engine).await, own);
+}
+
+#[tokio::test]
+async fn an_engine_gets_headers_of_its_own_in_place_of_a_clients() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let mut keys = EngineKeys::default();
+    let url = format!("http://{}", engine.address);
+    let headers = EngineHeaders::read("x-team-key: of-engine\nx-gateway-key: of-gateway\n");
+    keys.add("e0", &url, headers.unwrap());
+    let fleet = Fleet::start_keyed(&[&engine], keys, Duration::ZERO, |_| {}).await;
+    let request = keyed().replacen("host: ", "x-team-key: of-client\r\nhost: ", 1);
+    assert_eq!(fleet.client().await.ask(request).await.status, 200);
+    fleet.is_idle().await;
+    let request = engine.requests().pop().unwrap();
+    let own = ["x-gateway-key: of-gateway", "x-team-key: of-engine"];
+    assert_eq!(keys_in(&request), own);
 }
 
 #[tokio::test]

@@ -165,7 +165,7 @@ impl Machine {
             hash_seed: start.hash_seed,
             hash_secret: HashSecret::of_number(start.hash_seed),
             clock: Clock::of(move || wall.unix_ms()),
-            engine_tls: api::backends::EngineTls::default(),
+            dialer: api::backends::EngineDialer::default(),
             witness: Some(start.witness),
         };
         let starting = Starting::default();

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::admission::Admission;
-use api::backends::{Backends, EngineTls, ProbeSettings};
+use api::backends::{Backends, EngineDialer, ProbeSettings};
 use api::clock::Clock;
 use api::divergence::Digests;
 use api::events::EventBus;
@@ -58,7 +58,7 @@ pub struct CorePorts {
     /// Wall clock.
     pub clock: Clock,
     /// How engines with TLS are connected to.
-    pub engine_tls: EngineTls,
+    pub dialer: EngineDialer,
     /// Observer of every change of the state; `None` in production.
     pub witness: Option<Arc<dyn Witness>>,
 }
@@ -74,7 +74,7 @@ impl CorePorts {
             hash_seed: rand::random(),
             hash_secret: HashSecret::new(rand::random()),
             clock: Clock::default(),
-            engine_tls: EngineTls::default(),
+            dialer: EngineDialer::default(),
             witness: None,
         }
     }
@@ -117,7 +117,7 @@ impl CoreParts {
         config: &Config,
         session: SessionId,
         clocks: Arc<ClusterClocks>,
-        engine_tls: EngineTls,
+        dialer: EngineDialer,
     ) -> Self {
         let clock = clocks.clock();
         let shared = Arc::new(SharedState::default());
@@ -125,7 +125,7 @@ impl CoreParts {
         let events = EventBus::new(clock.clone());
         shared.digests.announce(events.clone());
         let probes = ProbeSettings {
-            tls: engine_tls,
+            dialer,
             ..formation::probe_settings(config)
         };
         let backends = Backends::new(probes)
@@ -190,7 +190,7 @@ impl ReplicaCore {
             hash_seed,
             hash_secret,
             clock,
-            engine_tls,
+            dialer,
             witness,
         } = ports;
         let hashing = BlockHasher {
@@ -203,7 +203,7 @@ impl ReplicaCore {
         };
         let clocks = Arc::new(ClusterClocks::new(clock));
         let clock = clocks.clock();
-        let parts = CoreParts::new(&config, session, Arc::clone(&clocks), engine_tls);
+        let parts = CoreParts::new(&config, session, Arc::clone(&clocks), dialer);
         let first = formation::first_command(&config, session, hashing, &clock);
         let options = formation::raft_options(&config, transport.local_addr(), storage, &first);
         let machine = RouterMachine::new(Arc::clone(&parts.shared), witness);

@@ -1,8 +1,8 @@
-//! What of a config a running replica takes: limits, probes and drain.
+//! What of a config a running replica takes: limits, probes, drain, and where engines may be.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use api::backends::Backends;
+use api::backends::{Backends, EngineDialer};
 use api::proxy::Proxy;
 use arc_swap::ArcSwap;
 
@@ -30,6 +30,7 @@ pub(super) struct RunningParts {
     pub(super) proxy: Arc<Proxy>,
     pub(super) backends: Arc<Backends>,
     pub(super) drain: Arc<ArcSwap<DrainConfig>>,
+    pub(super) engines: EngineDialer,
 }
 
 impl ReloadHandle {
@@ -59,5 +60,6 @@ impl RunningParts {
         self.backends
             .replace_settings(formation::probe_settings(config));
         self.drain.store(Arc::new(config.drain.clone()));
+        self.engines.allow(config.engine_addresses.clone());
     }
 }

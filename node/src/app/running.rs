@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use api::admin::{self, Admin, CertifiedOperators, ReloadRequests};
-use api::backends::Hooks;
+use api::backends::{EngineDialer, Hooks};
 use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
 use api::metrics::Metrics;
@@ -96,7 +96,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         format!("make data folder {folder} private")
     })?;
     let ports = CorePorts {
-        engine_tls: tls.engines.clone(),
+        dialer: tls.engines.clone(),
         ..CorePorts::real(Arc::new(peers(&config, &tls, sockets.peer)?))
     };
     let core = ReplicaCore::start(config.clone(), ports).await?;
@@ -112,6 +112,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         proxy: Arc::clone(&proxy),
         backends: Arc::clone(core.backends()),
         drain: Arc::clone(&drain),
+        engines: tls.engines.clone(),
     });
     let server = Server::new(sockets.data, proxy).leaving(stops.leaving.clone());
     let server = server.with_tls(tls.data.clone());
@@ -125,7 +126,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let proxy = tokio::spawn(serving);
     let file = (file, reload_requests);
     let admin = admin(&core, reading, metrics, (readiness, file), &config);
-    spawn_loops(&core, Arc::clone(&admin.kv_board));
+    spawn_loops(&core, Arc::clone(&admin.kv_board), tls.engines.clone());
     serve_operators(&core, sockets.admin, admin, &tls);
     follow_files(&core, &config, &tls);
     tracing::info!(
@@ -266,7 +267,7 @@ fn admin(
 }
 
 /// Starts the loops that connect the core to engines and operators.
-fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>) {
+fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>, dialer: EngineDialer) {
     let (backends, view) = (core.backends(), core.view());
     let probing = Arc::clone(backends).run(Arc::clone(view), probe_hooks(core), core.stopping());
     core.beside(probing);
@@ -277,7 +278,7 @@ fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>) {
         reader: Arc::clone(core.router().reader()),
         clock: core.router().clock().clone(),
         backends: Arc::clone(backends),
-        sockets: Arc::new(socket::Zmq),
+        sockets: Arc::new(socket::Zmq::new(dialer)),
         board: kv_board,
     };
     core.beside(reader::run(reading, core.stopping()));

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use api::backends::EngineTls;
+use api::backends::EngineDialer;
 use api::tls::{
     CertificateSource, CertificateWatch, Certificates, ListenerFiles, PeerFiles, TlsSetupError,
 };
@@ -16,7 +16,7 @@ pub(super) struct ReplicaCertificates {
     pub(super) data: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) admin: Option<Arc<Certificates<ListenerFiles>>>,
     pub(super) peer: Option<Arc<Certificates<PeerFiles>>>,
-    pub(super) engines: EngineTls,
+    pub(super) engines: EngineDialer,
     watch: CertificateWatch,
 }
 
@@ -39,8 +39,9 @@ impl ReplicaCertificates {
             .peer
             .files(&config.cluster.name, config.node.id.0);
         let engines = taken("tls.backends", config.tls.backends.files(), &mut watch)?;
-        let engines = engines.map_or_else(EngineTls::default, EngineTls::with_certificates);
+        let engines = engines.map_or_else(EngineDialer::default, EngineDialer::with_certificates);
         engines.expect_names(config.server_names.clone());
+        engines.allow(config.engine_addresses.clone());
         Ok(Self {
             engines,
             data: taken("tls.data", data, &mut watch)?,

@@ -192,6 +192,7 @@ impl ConfigReload {
         memory::fit(&mut self.running.limits, memory::limit());
         self.running.probes = config.probes.clone();
         self.running.drain = config.drain.clone();
+        self.running.engine_addresses = config.engine_addresses.clone();
         self.replica.take(&self.running);
     }
 }
@@ -324,11 +325,12 @@ fn differing(
 
 /// What a change of a setting of this replica comes to.
 fn effect(key: &str) -> Effect {
-    let is_engine_key = key.starts_with("backends.") && key.ends_with(".api_key_file");
+    let is_engine_key = key.starts_with("backends.")
+        && (key.ends_with(".api_key_file") || key.ends_with(".headers_file"));
     match key {
         // The room for connections is set up at start, and each connection begins with its streams.
         "limits.max_connections" | "limits.max_streams" => Effect::NeedsRestart,
-        "log.level" => Effect::Taken,
+        "log.level" | "admin.backends_allow" => Effect::Taken,
         _ if key.starts_with("limits.") || key.starts_with("drain.") => Effect::Taken,
         _ if key.starts_with("probes.") || is_engine_key => Effect::Taken,
         _ => Effect::NeedsRestart,
@@ -377,6 +379,7 @@ mod tests {
                 ("limits.max_connections", json!(100)),
                 ("node.id", json!(1)),
                 ("backends.gone.api_key_file", json!("a")),
+                ("backends.gone.headers_file", json!("a")),
             ],
             &[(SettingKey::Policy, json!("cost"))],
         );
@@ -397,6 +400,7 @@ mod tests {
             .collect();
         let expected = [
             ("backends.gone.api_key_file", Effect::Taken),
+            ("backends.gone.headers_file", Effect::Taken),
             ("backends.new.api_key_file", Effect::Taken),
             ("limits.max_body", Effect::Taken),
             ("limits.max_connections", Effect::NeedsRestart),
@@ -404,8 +408,8 @@ mod tests {
             ("routing.policy", Effect::ClusterKeeps),
         ];
         assert_eq!(told, expected);
-        assert_eq!(changes[4].before, "info");
-        assert_eq!(changes[4].after, "debug");
+        assert_eq!(changes[5].before, "info");
+        assert_eq!(changes[5].after, "debug");
         assert_eq!(super::changes(&new, &new), []);
     }
 }

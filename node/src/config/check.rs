@@ -31,6 +31,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     let backends = engines::backends(&file, &models, found);
     let engine_keys = engines::keys(&file, found);
     let server_names = engines::server_names(&file, found);
+    let engine_addresses = engines::check_addresses(&file, found);
     let admission = admission(&file.admission, found);
     let policies = file.routing.policies.clone().policies();
     routing::check_policies(&policies, found);
@@ -42,6 +43,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         backends,
         engine_keys,
         server_names,
+        engine_addresses,
         api_keys,
         admin_tokens,
         admission,

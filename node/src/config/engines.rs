@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use api::backends::EngineKeys;
+use api::backends::{EngineAddressRules, EngineHeaders, EngineKeys, EngineUrl};
+use api::kv_events::endpoint;
 use api::prompt::ModelSettings;
 use http::HeaderValue;
 use state::command::{BACKENDS_MAX, BackendSpec, Rejection};
 
 use super::file::{BackendConfig, ConfigFile};
-use super::form::show_duration;
+use super::form::{show_duration, values};
 use super::read::Settings;
 use super::traffic::ProbesConfig;
 
@@ -28,26 +29,84 @@ pub(super) fn check_probes(probes: &ProbesConfig, found: &mut Settings) {
 
 /// Reads the engines' API keys. A backend without one gets the key for probes.
 pub(super) fn keys(file: &ConfigFile, found: &mut Settings) -> EngineKeys {
-    let mut key = |path: &str, file: Option<&PathBuf>| match authorization(file?) {
+    let path = "probes.api_key_file";
+    let of_probes = key(path, file.probes.api_key_file.as_deref(), found);
+    let mut keys = EngineKeys::default();
+    for (nth, backend) in file.backends.iter().enumerate() {
+        let path = format!("backends[{nth}].api_key_file");
+        let own = key(&path, backend.api_key_file.as_deref(), found);
+        let (id, url) = (&backend.id, &backend.url);
+        match (own, &of_probes, &backend.headers_file) {
+            (own, _, Some(file)) => {
+                let path = format!("backends[{nth}].headers_file");
+                if own.is_some() {
+                    let message = format!("{path} is set beside api_key_file");
+                    found.refuse(&path, message, "one of the two");
+                }
+                if let Some(headers) = headers(&path, file, found) {
+                    keys.add(id, url, headers);
+                }
+            }
+            (Some(key), _, None) => keys.add(id, url, key),
+            (None, Some(key), None) => keys.add_for_probes(id, url, key.clone()),
+            (None, None, None) => {}
+        }
+    }
+    keys
+}
+
+fn key(path: &str, file: Option<&Path>, found: &mut Settings) -> Option<HeaderValue> {
+    match authorization(file?) {
         Ok(authorization) => Some(authorization),
         Err(why) => {
             let message = format!("{path}: {why}");
             found.refuse(path, message, "a file with one key and no more");
             None
         }
-    };
-    let of_probes = key("probes.api_key_file", file.probes.api_key_file.as_ref());
-    let mut keys = EngineKeys::default();
-    for (nth, backend) in file.backends.iter().enumerate() {
-        let path = format!("backends[{nth}].api_key_file");
-        let own = key(&path, backend.api_key_file.as_ref());
-        match (own, &of_probes) {
-            (Some(key), _) => keys.add(&backend.id, &backend.url, key),
-            (None, Some(key)) => keys.add_for_probes(&backend.id, &backend.url, key.clone()),
-            (None, None) => {}
+    }
+}
+
+fn headers(path: &str, file: &Path, found: &mut Settings) -> Option<EngineHeaders> {
+    let text = std::fs::read_to_string(file);
+    let text = text.map_err(|error| format!("read {file:?}: {error}"));
+    let read = text.and_then(|text| {
+        let headers = EngineHeaders::read(&text);
+        headers.map_err(|why| format!("{file:?}: {why}"))
+    });
+    match read {
+        Ok(headers) => Some(headers),
+        Err(why) => {
+            found.refuse(
+                path,
+                format!("{path}: {why}"),
+                "a file with a header a line",
+            );
+            None
         }
     }
-    keys
+}
+
+/// Checks that the engines of the config may be connected to.
+pub(super) fn check_addresses(file: &ConfigFile, found: &mut Settings) -> EngineAddressRules {
+    let rules = EngineAddressRules::new(values(&file.admin.backends_allow));
+    if !found.is_sound("admin.backends_allow") {
+        return rules;
+    }
+    for (nth, backend) in file.backends.iter().enumerate() {
+        let url = EngineUrl::parse(&backend.url);
+        let url = url.iter().map(|url| ("url", url.host().to_owned()));
+        let (events, replay) = (backend.kv_events.as_deref(), backend.kv_replay.as_deref());
+        for (key, host) in url.chain(endpoint::hosts(events, replay)) {
+            let path = format!("backends[{nth}].{key}");
+            if let Err(refused) = rules.check_host(&host)
+                && found.is_sound(&path)
+            {
+                let expected = "an engine that admin.backends_allow has";
+                found.refuse(&path, format!("{path}: {refused}"), expected);
+            }
+        }
+    }
+    rules
 }
 
 /// Returns the names in the certificates of engines, by URL.
@@ -71,7 +130,8 @@ pub(super) fn server_names(file: &ConfigFile, found: &mut Settings) -> BTreeMap<
 /// Returns all files that contain keys.
 pub(super) fn secret_files(file: &ConfigFile) -> Vec<PathBuf> {
     let of_replica = [&file.users.api_keys_file, &file.probes.api_key_file];
-    let of_backends = file.backends.iter().map(|backend| &backend.api_key_file);
+    let of_backends = file.backends.iter();
+    let of_backends = of_backends.flat_map(|it| [&it.api_key_file, &it.headers_file]);
     let files = of_replica.into_iter().chain(of_backends);
     files.flatten().cloned().collect()
 }

@@ -232,6 +232,10 @@ pub struct BackendConfig {
     /// `url`, never to a backend registered elsewhere through the admin API. Default: see
     /// `probes.api_key_file` and `users.api_keys_file`.
     pub api_key_file: Option<PathBuf>,
+    /// File with headers, `name: value` a line, that the engine gets with probes and requests in
+    /// place of the client's key and of headers with these names; instead of `api_key_file`, with
+    /// the same rules.
+    pub headers_file: Option<PathBuf>,
     /// Name that the engine's certificate must be for. It is of this replica, for this `url`.
     /// Default: the host of the URL.
     pub server_name: Option<Parsed<Host>>,

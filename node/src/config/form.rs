@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::Duration;
 
-use api::backends::EngineUrl as BaseUrl;
+use api::backends::{AllowedEngines, EngineUrl as BaseUrl};
 use api::prompt::TokenizerSpec;
 use api::proxy::{AllowedOrigins, IdentifyBy, IpPrefix};
 use api::settings::{self, NamedForm, is_span, span};
@@ -131,6 +131,13 @@ api::forms! {
         expected: "an IP address or prefix, such as \"10.0.0.0/8\"",
         read: |text| text.parse().ok(),
         show: show_prefix,
+    }
+    /// Engines that are allowed.
+    EngineRule: AllowedEngines = "engine-rule" {
+        pattern: r"^[0-9a-zA-Z.:*_-]+(/\d+)?$",
+        expected: "an IP address, a prefix such as \"10.0.0.0/8\", or a host name such as \"gpu-1\" or \"*.engines.internal\"",
+        read: |text| text.parse().ok(),
+        show: AllowedEngines::to_string,
     }
     /// Tokenizer.
     TokenizerName: TokenizerSpec = "tokenizer" {
@@ -348,6 +355,8 @@ mod tests {
         reads_the_same::<Identity>("header:x-user");
         reads_the_same::<Prefix>("10.0.0.0/8");
         reads_the_same::<Prefix>("::1");
+        reads_the_same::<EngineRule>("10.0.0.0/8");
+        reads_the_same::<EngineRule>("*.engines.internal");
         reads_the_same::<TokenizerName>("huggingface:/a/b.json");
     }
 }

@@ -35,7 +35,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use api::admin::AdminTokens;
-use api::backends::{CircuitSettings, EngineKeys};
+use api::backends::{CircuitSettings, EngineAddressRules, EngineKeys};
 use api::prompt::ModelSettings;
 use api::proxy::{ApiKeys, FieldRules, HeaderRules};
 use api::routing::SelectSettings;
@@ -98,6 +98,8 @@ pub struct Config {
     pub strip_headers: HeaderRules,
     /// Names in the certificates of engines, by URL, where it is not the host of the URL.
     pub server_names: BTreeMap<String, String>,
+    /// Which addresses engines may have.
+    pub engine_addresses: EngineAddressRules,
     /// API keys of the engines; never printed.
     pub engine_keys: EngineKeys,
     /// Accepted API keys; `None`: any.

@@ -9,6 +9,7 @@ use state::ids::ReplicaId;
 use super::*;
 
 mod command_line;
+mod engines;
 mod policies;
 mod shapes;
 
@@ -445,25 +446,6 @@ labels = {{ zone = "{long}" }}
         20:10: backends[1].labels.zone is out of bounds (expected at most 256 bytes)
     "#]]
     .assert_eq(&shown);
-}
-
-#[test]
-fn keys_of_engines_are_read_and_not_shown() {
-    let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), "s3cret\n").unwrap();
-    let text = format!(
-        "node.id = 1\n[probes]\napi_key_file = {0:?}\n\
-         [[backends]]\nid = \"a\"\nurl = \"http://a:1/\"\n\
-         [[backends]]\nid = \"b\"\nurl = \"http://b:1\"\napi_key_file = {0:?}\n",
-        file.path()
-    );
-    let loaded = layers(&text, &[], &[]).unwrap();
-    let mut expected = EngineKeys::default();
-    let key = http::HeaderValue::from_static("Bearer s3cret");
-    expected.add_for_probes("a", "http://a:1", key.clone());
-    expected.add("b", "http://b:1", key);
-    assert_eq!(loaded.config.engine_keys, expected);
-    assert!(!format!("{:?} {}", loaded.config, print(&loaded)).contains("s3cret"));
 }
 
 #[test]

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
 
 use super::form::{
-    Form, HostName, Identity, LogFilter, Origin, Parsed, PlainName, Prefix, RoutedPath, Size, Span,
-    SpanOrZero, Status, UrlPath, ms,
+    EngineRule, Form, HostName, Identity, LogFilter, Origin, Parsed, PlainName, Prefix, RoutedPath,
+    Size, Span, SpanOrZero, Status, UrlPath, ms,
 };
 
 /// `[admin]`.
@@ -30,6 +30,12 @@ pub struct AdminConfig {
     /// `listen.advertise` and the machine's name are always accepted; requests to any other name
     /// get a 421 (docs/guide/security.md).
     pub hosts: Vec<Parsed<HostName>>,
+    /// Engines that this replica connects to: addresses, prefixes such as `10.0.0.0/8`, host names
+    /// such as `gpu-1` or `*.engines.internal`. A name is allowed if it is listed, or leads to a
+    /// listed address. Default: all, except that link-local addresses (`169.254.0.0/16`,
+    /// `fe80::/10`), which metadata services have, and `fd00:ec2::254` have to be listed as
+    /// addresses always.
+    pub backends_allow: Vec<Parsed<EngineRule>>,
     /// Requests whose decisions this replica keeps in memory for `GET /admin/v1/decisions`, the
     /// newest ones, within 64 MiB; 0: none.
     #[schemars(range(max = 1_000_000))]

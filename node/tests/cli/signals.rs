@@ -159,6 +159,29 @@ fn an_operator_reloads_and_is_told_what_came_of_it() {
     assert_eq!(reloaded.status_of("sk-second"), 404);
     assert_eq!(reloaded.in_effect("log.level"), "debug");
 
+    let put = || {
+        let body = Some(r#"{"url":"http://127.0.0.1:9"}"#);
+        send(
+            reloaded.replica.admin,
+            "PUT",
+            "/admin/v1/backends/a",
+            "",
+            body,
+        )
+        .unwrap()
+    };
+    assert_eq!(put().status, 200);
+    let answer = reloaded.ask("debug", "[admin]\nbackends_allow = [\"10.0.0.0/8\"]\n");
+    let taken = &answer.json()["taken"];
+    assert_eq!(taken[0]["key"], "admin.backends_allow", "{taken}");
+    let refused = put();
+    assert_eq!(refused.status, 400, "{}", refused.body);
+    assert!(
+        refused
+            .body
+            .contains("127.0.0.1 is not in admin.backends_allow")
+    );
+
     let answer = reloaded.ask("inof", "[nonsense]\n");
     assert_eq!(answer.status, 422, "{}", answer.body);
     let told = answer.json();

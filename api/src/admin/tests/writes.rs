@@ -3,6 +3,7 @@
 use state::command::UserSpec;
 
 use super::*;
+use crate::backends::{EngineAddressRules, EngineDialer};
 
 #[tokio::test]
 async fn a_backend_is_put_drained_undrained_and_deleted() {
@@ -458,4 +459,38 @@ async fn a_user_that_named_itself_oddly_can_be_bounded() {
     let limits = r#"{"limits":{"requests":1,"window_ms":1000}}"#;
     let answer = bench.call("PUT", "/admin/v1/users/a%1bb", limits).await;
     assert_eq!(answer.status, StatusCode::OK, "{}", answer.body);
+}
+
+#[tokio::test]
+async fn engines_are_put_only_where_they_may_be() {
+    let bench = Bench::new();
+    let put = async |body: &str| bench.call("PUT", "/admin/v1/backends/gpu-1", body).await;
+    for (field, body) in [
+        ("url", r#"{"url":"http://169.254.169.254/latest"}"#),
+        ("url", r#"{"url":"http://[fe80::1]:8000"}"#),
+        (
+            "kv_events",
+            r#"{"url":"http://gpu-1:8000","kv_events":"tcp://169.254.1.1:5557"}"#,
+        ),
+    ] {
+        let answer = put(body).await;
+        assert_eq!(answer.status, 400, "{body}: {}", answer.body);
+        assert_eq!(answer.json()["field"], field);
+        assert!(answer.body.contains("metadata service"), "{}", answer.body);
+    }
+    let right = r#"{"url":"http://10.0.0.1:8000"}"#;
+    assert_eq!(put(right).await.status, 200);
+    // Clones are the same.
+    let dialer: EngineDialer = bench.admin.backends.dialer().clone();
+    let rules = ["*.engines.internal"].map(|text| text.parse().unwrap());
+    dialer.allow(EngineAddressRules::new(rules.into()));
+    let refused = put(right).await;
+    assert_eq!(refused.status, 400, "{}", refused.body);
+    assert!(
+        refused
+            .body
+            .contains("10.0.0.1 is not in admin.backends_allow")
+    );
+    let named = r#"{"url":"http://a.engines.internal:8000"}"#;
+    assert_eq!(put(named).await.status, 200);
 }

@@ -221,7 +221,7 @@ fn read(log: &Arc<Log>) {
         reader: Arc::clone(router.reader()),
         clock: router.clock().clone(),
         backends,
-        sockets: Arc::new(crate::kv_events::socket::Zmq),
+        sockets: Arc::new(crate::kv_events::socket::Zmq::default()),
         board: Arc::default(),
     };
     tokio::spawn(run(parts, CancellationToken::new()));

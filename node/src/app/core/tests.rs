@@ -131,7 +131,7 @@ async fn core(folder: &std::path::Path, seed: u64, heard: Arc<Heard>) -> Replica
         hash_seed: seed,
         hash_secret: state::prefix::HashSecret::of_number(seed),
         clock: Clock::of(move || 1_000_000 + began.elapsed().as_millis() as u64),
-        engine_tls: api::backends::EngineTls::default(),
+        dialer: api::backends::EngineDialer::default(),
         witness: Some(heard),
     };
     let core = ReplicaCore::start(config(folder), ports).await.unwrap();

@@ -1,10 +1,11 @@
-//! TLS to engines whose URL says `https`. Their certificates are verified always: against the
-//! authorities of this host and those of `tls.backends.ca_file`, for the host of the URL or the
-//! name that the config gives.
+//! Connections to engines: only to addresses that they may have, and in TLS where the URL says
+//! `https`. Certificates are verified always: against the authorities of this host and those of
+//! `tls.backends.ca_file`, for the host of the URL or the name that the config gives.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use arc_swap::ArcSwap;
@@ -12,32 +13,41 @@ use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::{TlsConnector, TlsStream};
 
+use super::addresses::{EngineAddressError, EngineAddressRules};
 use super::url::EngineUrl;
 use crate::tls::{Certificates, ClientFiles, MaybeTls, TlsSetupError};
 
 /// The protocol that is spoken inside.
 const PROTOCOLS: &[&[u8]] = &[b"http/1.1"];
 
-/// How engines with TLS are connected to. Clones are the same, and can be changed while used.
+/// How engines are connected to. Clones are the same, and can be changed while used.
 #[derive(Clone, Default)]
-pub struct EngineTls(Arc<EngineTlsState>);
+pub struct EngineDialer(Arc<EngineDialerState>);
 
 #[derive(Default)]
-struct EngineTlsState {
+struct EngineDialerState {
     /// Read when an engine first needs it, if the config has no section: the authorities of a host
     /// are a large file.
     certificates: OnceLock<Arc<Certificates<ClientFiles>>>,
     /// Names to expect, by URL, where it is not the host of the URL.
     names: ArcSwap<BTreeMap<String, String>>,
+    /// Which addresses they may have.
+    addresses: ArcSwap<EngineAddressRules>,
+    /// How often these have changed.
+    changes: AtomicU64,
 }
 
-impl fmt::Debug for EngineTls {
+/// Which rules of addresses held at some moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RulesId(u64);
+
+impl fmt::Debug for EngineDialer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("EngineTls")
+        f.write_str("EngineDialer")
     }
 }
 
-impl EngineTls {
+impl EngineDialer {
     /// Uses these certificates and authorities.
     #[must_use]
     pub fn with_certificates(certificates: Arc<Certificates<ClientFiles>>) -> Self {
@@ -52,8 +62,41 @@ impl EngineTls {
         self.0.names.store(Arc::new(names));
     }
 
+    /// Connects from here on to engines at these addresses only. Connections that are open serve
+    /// the requests that they have, and no others.
+    pub fn allow(&self, rules: EngineAddressRules) {
+        if **self.0.addresses.load() != rules {
+            self.0.addresses.store(Arc::new(rules));
+            self.0.changes.fetch_add(1, Ordering::Release);
+        }
+    }
+
+    /// Returns which rules hold. Ask before connecting: a connection is of the rules that held then.
+    pub(crate) fn rules(&self) -> RulesId {
+        RulesId(self.0.changes.load(Ordering::Acquire))
+    }
+
+    /// Judges the host of an engine.
+    ///
+    /// # Errors
+    /// [`EngineAddressError`].
+    pub(crate) fn check_host(&self, host: &str) -> Result<(), EngineAddressError> {
+        self.0.addresses.load().check_host(host)
+    }
+
+    /// Connects to the host of `url`. The caller bounds the wait.
+    pub(crate) async fn reach(&self, url: &EngineUrl) -> io::Result<TcpStream> {
+        self.reach_at(url.host(), url.port()).await
+    }
+
+    /// The same with a host and a port of the engine.
+    pub(crate) async fn reach_at(&self, host: &str, port: u16) -> io::Result<TcpStream> {
+        let rules = self.0.addresses.load_full();
+        rules.connect(host, port).await
+    }
+
     /// Runs the handshake with the engine at `url` if it has TLS. The caller bounds the wait.
-    pub(crate) async fn connect(
+    pub(crate) async fn secure(
         &self,
         url: &EngineUrl,
         stream: TcpStream,

@@ -1,4 +1,4 @@
-//! Prefixes of IP addresses, as `users.trusted_proxies` lists them.
+//! Prefixes of IP addresses, as `users.trusted_proxies` and `admin.backends_allow` list them.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -28,6 +28,11 @@ impl IpPrefix {
             bits: 128,
         },
     ];
+
+    /// The addresses of which the first `bits` bits are those of `network`.
+    pub(crate) const fn new(network: IpAddr, bits: u8) -> Self {
+        Self { network, bits }
+    }
 
     /// Whether `address` lies in it. An IPv4 address counts as one in its IPv6 form too.
     #[must_use]

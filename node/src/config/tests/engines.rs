@@ -1,0 +1,83 @@
+//! Keys, headers and addresses of engines.
+
+use api::backends::{EngineHeaders, EngineKeys};
+
+use super::*;
+
+#[test]
+fn keys_of_engines_are_read_and_not_shown() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), "s3cret\n").unwrap();
+    let text = format!(
+        "node.id = 1\n[probes]\napi_key_file = {0:?}\n\
+         [[backends]]\nid = \"a\"\nurl = \"http://a:1/\"\n\
+         [[backends]]\nid = \"b\"\nurl = \"http://b:1\"\napi_key_file = {0:?}\n",
+        file.path()
+    );
+    let loaded = layers(&text, &[], &[]).unwrap();
+    let mut expected = EngineKeys::default();
+    let key = http::HeaderValue::from_static("Bearer s3cret");
+    expected.add_for_probes("a", "http://a:1", key.clone());
+    expected.add("b", "http://b:1", key);
+    assert_eq!(loaded.config.engine_keys, expected);
+    assert!(!format!("{:?} {}", loaded.config, print(&loaded)).contains("s3cret"));
+}
+
+#[test]
+fn headers_of_engines_are_read_and_not_shown() {
+    let (headers, key) = (
+        tempfile::NamedTempFile::new().unwrap(),
+        tempfile::NamedTempFile::new().unwrap(),
+    );
+    std::fs::write(headers.path(), "x-team: s3cret\n").unwrap();
+    std::fs::write(key.path(), "k3y\n").unwrap();
+    let text = |more: &str| {
+        format!(
+            "node.id = 1\n[[backends]]\nid = \"a\"\nurl = \"http://a:1/\"\nheaders_file = {:?}\n{more}",
+            headers.path()
+        )
+    };
+    let loaded = layers(&text(""), &[], &[]).unwrap();
+    let mut expected = EngineKeys::default();
+    let read = EngineHeaders::read("x-team: s3cret").unwrap();
+    expected.add("a", "http://a:1", read);
+    assert_eq!(loaded.config.engine_keys, expected);
+    assert_eq!(loaded.config.secret_files, [headers.path().to_owned()]);
+    assert!(!format!("{:?} {}", loaded.config, print(&loaded)).contains("s3cret"));
+    let both = text(&format!("api_key_file = {:?}\n", key.path()));
+    let told = brief(&layers(&both, &[], &[]).unwrap_err());
+    assert!(
+        told.contains("backends[0].headers_file is set beside api_key_file"),
+        "{told}"
+    );
+    std::fs::write(headers.path(), "s3cret\n").unwrap();
+    let told = brief(&layers(&text(""), &[], &[]).unwrap_err());
+    assert!(told.contains("line 1: expected name: value"), "{told}");
+    assert!(!told.contains("s3cret"), "{told}");
+}
+
+#[test]
+fn engines_of_the_config_are_where_they_may_be() {
+    let told = |allowed: &str, backend: &str| {
+        let text = format!(
+            "node.id = 1\n[admin]\nbackends_allow = [{allowed}]\n[[backends]]\nid = \"a\"\n{backend}\n"
+        );
+        layers(&text, &[], &[]).map(drop).map_err(|it| brief(&it))
+    };
+    let metadata = "url = \"http://169.254.169.254\"";
+    let refused = told("", metadata).unwrap_err();
+    assert!(
+        refused.contains("backends[0].url: 169.254.169.254 is an address of the link"),
+        "{refused}"
+    );
+    assert_eq!(told("\"169.254.169.254\"", metadata), Ok(()));
+    let named = "url = \"http://gpu-1:8000\"";
+    assert_eq!(told("\"gpu-1\", \"*.b\"", named), Ok(()));
+    let refused = told("\"*.b\"", named).unwrap_err();
+    assert!(
+        refused.contains("gpu-1 is not in admin.backends_allow"),
+        "{refused}"
+    );
+    let refused = told("\"http://a\"", named).unwrap_err();
+    assert!(refused.contains("admin.backends_allow[0]"), "{refused}");
+}
