@@ -19,7 +19,16 @@ fn admin_section(certs: &Certs) -> String {
 
 /// Starts a replica with more in its config and waits until its clients are served.
 async fn guarded(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica {
-    let bound = BoundSockets::bind(&anywhere()).unwrap();
+    guarded_on(&anywhere(), dir, engines, more).await
+}
+
+async fn guarded_on(
+    listen: &ListenConfig,
+    dir: &TempDir,
+    engines: &[EngineHandle],
+    more: &str,
+) -> Replica {
+    let bound = BoundSockets::bind(listen).unwrap();
     let peer = bound.addresses().unwrap().peer.to_string();
     config(1, &[peer], engines, dir.path());
     let replica = Replica::run(extended(dir.path(), 1, more), bound);
@@ -27,6 +36,15 @@ async fn guarded(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica
     let is_ready = async || Http::new().get(&url).await.0 == StatusCode::OK;
     until("clients are served", is_ready).await;
     replica
+}
+
+/// The same, with an admin listener that is reached at addresses its certificate is not for, too.
+async fn everywhere(dir: &TempDir, engines: &[EngineHandle], more: &str) -> Replica {
+    let any = ListenConfig {
+        admin: Parsed("0.0.0.0:0".parse().unwrap()),
+        ..anywhere()
+    };
+    guarded_on(&any, dir, engines, more).await
 }
 
 /// Asks the admin listener over a connection of its own.
@@ -203,19 +221,8 @@ async fn commands_ask_over_tls_and_say_which_name_was_expected() {
     certs.make(&["client", "ada", "--role", "admin"]);
     let stranger = Certs::new(&dir.path().join("stranger"), &["1"]);
     let engines = engines(1).await;
-    // It is reached at an address that its certificate is not for, too.
-    let any = ListenConfig {
-        admin: Parsed("0.0.0.0:0".parse().unwrap()),
-        ..anywhere()
-    };
-    let bound = BoundSockets::bind(&any).unwrap();
-    let addresses = bound.addresses().unwrap();
-    config(1, &[addresses.peer.to_string()], &engines, dir.path());
-    let replica = Replica::run(extended(dir.path(), 1, &admin_section(&certs)), bound);
-    let ready = format!("http://{}/readyz", addresses.data);
-    let is_ready = async || Http::new().get(&ready).await.0 == StatusCode::OK;
-    until("clients are served", is_ready).await;
-
+    let replica = everywhere(&dir, &engines, &admin_section(&certs)).await;
+    let addresses = replica.addresses;
     let port = addresses.admin.port();
     let (right, wrong) = (
         format!("https://127.0.0.1:{port}"),

@@ -247,7 +247,7 @@ async fn restart_each(
     more: impl Fn(usize) -> String,
 ) {
     let at = addresses(replicas);
-    for nth in 0..replicas.len() {
+    for (nth, text) in texts.iter().enumerate() {
         let stop = Arc::new(AtomicBool::new(false));
         let others = at.iter().enumerate().filter(|(other, _)| *other != nth);
         let load = others.map(|(_, at)| {
@@ -268,7 +268,7 @@ async fn restart_each(
         let load: Vec<_> = load.collect();
         let (_, bound_at) = replicas.remove(nth).leave().await;
         let file = dir.path().join(format!("n{}.toml", nth + 1));
-        std::fs::write(&file, texts[nth].clone() + &more(nth + 1)).unwrap();
+        std::fs::write(&file, text.clone() + &more(nth + 1)).unwrap();
         let again = Replica::again((read(file).unwrap(), bound_at));
         replicas.insert(nth, again);
         Http::new().ready(&at).await;
