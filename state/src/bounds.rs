@@ -1,5 +1,7 @@
 //! Bounds that several areas share. A bound that concerns one area only is defined there.
 
+/// Maximum number of API keys in a cluster.
+pub const API_KEYS_MAX: usize = 100_000;
 /// Maximum number of backends in a cluster.
 pub const BACKENDS_MAX: usize = 1024;
 /// Maximum number of blocks in one item.

@@ -136,6 +136,11 @@ hash!(
     EngineHash
 );
 
+hash!(
+    /// An API key, drawn at random by the replica that made it. Not its secret.
+    ApiKeyId
+);
+
 /// A backend as named by commands: its slot, and the incarnation at the time of the command.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode, Serialize, Deserialize,

@@ -14,6 +14,7 @@ mod error;
 pub mod exact;
 pub mod grants;
 pub mod ids;
+pub mod keys;
 mod log;
 mod machine;
 pub mod outputs;

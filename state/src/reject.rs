@@ -3,8 +3,8 @@
 
 use bincode::{Decode, Encode};
 
-use crate::bounds::{BACKENDS_MAX, USERS_MAX};
-use crate::ids::ReplicaId;
+use crate::bounds::{API_KEYS_MAX, BACKENDS_MAX, USERS_MAX};
+use crate::ids::{ApiKeyId, ReplicaId};
 
 /// Reason why a command was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, thiserror::Error)]
@@ -52,5 +52,20 @@ pub enum Rejection {
     UserBusy {
         /// Name of the user.
         name: String,
+    },
+    /// The table of API keys is full, and none has expired. From format version 5 on.
+    #[error("there are {API_KEYS_MAX} API keys, which is the limit, and none has expired")]
+    TooManyKeys,
+    /// No API key has this id. From format version 5 on.
+    #[error("no API key has the id {id}")]
+    UnknownKey {
+        /// Id that was asked for.
+        id: ApiKeyId,
+    },
+    /// The id or the secret belongs to a key already. From format version 5 on.
+    #[error("the id {id}, or its secret, is that of another API key")]
+    KeyTaken {
+        /// Id of the key that was to be written.
+        id: ApiKeyId,
     },
 }

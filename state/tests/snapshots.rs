@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use state::RouterState;
 use state::command::{Charge, Command, Envelope, Item, Lane, Origin, Reply};
 use state::ids::{LogIndex, ModelKey, ReplicaId, SessionId, Slot};
+use state::keys::{FoundKey, SecretHash};
 use state::ratios::TextSample;
 
 #[test]
@@ -157,7 +158,7 @@ fn faults_name_their_place() {
     ];
     expect_test::expect![[r#"
         corrupt snapshot at byte 0: this is no snapshot of a router's state
-        corrupt snapshot at byte 8: format version 0, 4 or an earlier one expected
+        corrupt snapshot at byte 8: format version 0, 5 or an earlier one expected
         corrupt snapshot at byte 34: the header's checksum does not match
         corrupt snapshot at byte 42: the section's checksum does not match
         corrupt snapshot at byte 42: section of 4278190115 bytes, 268435456 at most
@@ -281,4 +282,41 @@ fn learnt_ratios_survive_in_a_snapshot_of_version_4() {
     assert_eq!(copy.view().ratio(model).milli_bytes(), 3093);
     let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
     expect_test::expect!["6431e4ba75e2d7cad0a7a2932bd90614"].assert_eq(&format!("{hash:032x}"));
+}
+
+#[test]
+fn api_keys_survive_in_a_snapshot_of_version_5() {
+    let mut driver = Driver::founded(common::found());
+    assert_eq!(snapshot(&driver.state)[8..10], [4, 0]);
+    let before = driver.state.digest();
+    let spec = common::key_spec(7);
+    let (id, first) = (spec.id, spec.secret);
+    driver.apply(1, Command::CreateKey(Box::new(spec)));
+    let secret = SecretHash([8; 32]);
+    let grace_ms = 3_600_000;
+    driver.apply(
+        1,
+        Command::RotateKey {
+            id,
+            secret,
+            grace_ms,
+        },
+    );
+    let bytes = snapshot(&driver.state);
+    assert_eq!(bytes[8..10], [5, 0]);
+    let copy = restored(&bytes);
+    assert_eq!(copy.digest(), driver.state.digest());
+    assert_ne!(copy.digest(), before);
+    assert_eq!(copy.check(), Ok(()));
+    assert_eq!(snapshot(&copy), bytes);
+    let at = copy.view().calendar_ms();
+    for secret in [first, secret] {
+        let found = copy.view().keys().find(&secret, at);
+        assert!(matches!(found, FoundKey::Live(key) if key.spec.id == id));
+    }
+    let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
+    expect_test::expect!["c6e329e44c09886fa799bbce27fa2aa4"].assert_eq(&format!("{hash:032x}"));
+    // The audit tells of keys when there are none any more.
+    driver.apply(1, Command::RevokeKey { id });
+    assert_eq!(snapshot(&driver.state)[8..10], [5, 0]);
 }

@@ -229,10 +229,16 @@ struct WriteResponse {
 }
 
 fn written_at(index: LogIndex) -> Response {
-    let mut response = json(&WriteResponse {
+    let written = WriteResponse {
         index,
         outcome: "committed",
-    });
+    };
+    written_as(index, &written)
+}
+
+/// Answers to a committed write with more than its index.
+pub(super) fn written_as(index: LogIndex, body: &impl Serialize) -> Response {
+    let mut response = json(body);
     response.extensions_mut().insert(WriteIndex(index));
     response
 }
@@ -244,6 +250,11 @@ pub(super) fn unchanged(admin: &Admin) -> Response {
 
 /// Proposes a command and answers with its outcome.
 pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Response, Problem> {
+    commit(admin, command).await.map(written_at)
+}
+
+/// Proposes a command and returns the index at which it took effect.
+pub(super) async fn commit(admin: &Admin, command: Command) -> Result<LogIndex, Problem> {
     if !state::codec::fits(&command) {
         return Err(Problem::new(
             StatusCode::PAYLOAD_TOO_LARGE,
@@ -259,11 +270,11 @@ pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Response, 
     written(admin.cluster.submit(command).await)
 }
 
-/// Answers with the outcome of a command.
-fn written(fate: Result<Committed, ProposeError>) -> Result<Response, Problem> {
+/// Returns the index at which a command took effect, or why it did not.
+fn written(fate: Result<Committed, ProposeError>) -> Result<LogIndex, Problem> {
     match fate {
         Ok(Committed { index, reply }) => match rejection(reply) {
-            None => Ok(written_at(index)),
+            None => Ok(index),
             Some(reject) => Err(rejected(&reject).member("index", index.0)),
         },
         Err(failure) => Err(unsettled(failure)),
@@ -336,11 +347,14 @@ pub(super) fn rejected(reject: &Rejection) -> Problem {
         Rejection::NotInitialised => (StatusCode::CONFLICT, "not-initialised"),
         Rejection::AlreadyInitialised => (StatusCode::CONFLICT, "already-initialised"),
         Rejection::StaleSession { .. } => (StatusCode::CONFLICT, "stale-session"),
-        Rejection::UnknownBackend { .. } | Rejection::UnknownUser { .. } => {
-            (StatusCode::NOT_FOUND, "not-found")
-        }
+        Rejection::UnknownBackend { .. }
+        | Rejection::UnknownUser { .. }
+        | Rejection::UnknownKey { .. } => (StatusCode::NOT_FOUND, "not-found"),
+        Rejection::KeyTaken { .. } => (StatusCode::CONFLICT, "key-taken"),
         Rejection::UserBusy { .. } => (StatusCode::CONFLICT, "user-busy"),
-        Rejection::TooManyBackends | Rejection::TooManyUsers => (StatusCode::CONFLICT, "limit"),
+        Rejection::TooManyBackends | Rejection::TooManyUsers | Rejection::TooManyKeys => {
+            (StatusCode::CONFLICT, "limit")
+        }
         Rejection::Invalid { .. } => (StatusCode::BAD_REQUEST, "invalid"),
     };
     let problem = Problem::new(status, name, "the cluster rejected the write")

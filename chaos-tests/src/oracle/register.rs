@@ -75,6 +75,9 @@ impl RegisterKey {
             | Command::FinishRestore { .. }
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. }
+            | Command::CreateKey(_)
+            | Command::RevokeKey { .. }
+            | Command::RotateKey { .. }
             | Command::PaceTime => return Vec::new(),
         }]
     }

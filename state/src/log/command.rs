@@ -9,9 +9,10 @@ use serde::{Deserialize, Serialize};
 use crate::exact::KvBatch;
 use crate::grants::Wait;
 use crate::ids::{
-    AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, RestoreId, SessionId, Ticket,
-    UserKey,
+    ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, RestoreId,
+    SessionId, Ticket, UserKey,
 };
+use crate::keys::{ApiKeySpec, SecretHash};
 use crate::policy::{PolicyConfig, RoutingSettings};
 use crate::prefix::HashSecret;
 use crate::pricing::FairnessSettings;
@@ -191,6 +192,23 @@ pub enum Command {
     DeleteUser {
         /// Name of the user.
         name: String,
+    },
+    /// Adds an API key. Rejected if there are as many as may be. Format version 5.
+    CreateKey(Box<ApiKeySpec>),
+    /// Removes an API key: its secrets are refused from this log index on. Format version 5.
+    RevokeKey {
+        /// Id of the key.
+        id: ApiKeyId,
+    },
+    /// Gives an API key another secret. Format version 5.
+    RotateKey {
+        /// Id of the key.
+        id: ApiKeyId,
+        /// Hash of the new secret.
+        secret: SecretHash,
+        /// How long the present secret is still taken, in milliseconds, at most
+        /// [`GRACE_MS_MAX`](crate::keys::GRACE_MS_MAX).
+        grace_ms: u64,
     },
 }
 

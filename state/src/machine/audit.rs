@@ -21,7 +21,7 @@ pub struct AuditEntry {
     pub replica: ReplicaId,
     /// Kind of write.
     pub action: AuditAction,
-    /// Object of the write: a backend id, user name, policy name or replica id.
+    /// Object of the write: a backend id, user name, policy name, replica id or key id.
     pub subject: String,
 }
 
@@ -59,6 +59,12 @@ pub enum AuditAction {
     ForgiveUser,
     /// A user was deleted.
     DeleteUser,
+    /// An API key was created.
+    CreateKey,
+    /// An API key was revoked.
+    RevokeKey,
+    /// An API key got another secret.
+    RotateKey,
 }
 
 /// Ring of audit entries, oldest first.
@@ -77,6 +83,17 @@ impl Audit {
     pub(super) fn has_version_4(&self) -> bool {
         let is_later =
             |action| matches!(action, AuditAction::ForgiveUser | AuditAction::DeleteUser);
+        self.iter().any(|entry| is_later(entry.action))
+    }
+
+    /// Whether the ring holds an entry of a kind introduced with format version 5.
+    pub(super) fn has_version_5(&self) -> bool {
+        let is_later = |action| {
+            matches!(
+                action,
+                AuditAction::CreateKey | AuditAction::RevokeKey | AuditAction::RotateKey
+            )
+        };
         self.iter().any(|entry| is_later(entry.action))
     }
 

@@ -24,6 +24,8 @@
 //!   unknown. Counts, sums and bounds agree.
 //! - **I74** Learned bytes per token stay within their bounds, as do their number and their weight.
 //! - **I75** Block sizes stay within their bounds and belong to registered backends.
+//! - **I100** Every secret of an API key leads to that key and to no other, in the table and as
+//!   published, and there are no more keys than there may be.
 //! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
 //! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests
@@ -51,7 +53,18 @@ impl RouterState {
         self.ratios
             .check()
             .map_err(|detail| broken("I74", detail))?;
+        self.check_keys()?;
         self.check_published()
+    }
+
+    /// Checks I100.
+    fn check_keys(&self) -> Result<(), InvariantError> {
+        self.keys.check().map_err(|detail| broken("I100", detail))?;
+        ensure(
+            self.keys.are(&self.view.keys()),
+            "I100",
+            "the published keys differ",
+        )
     }
 
     /// Checks I1 to I3, I6 and ownership's part of I8.

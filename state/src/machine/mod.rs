@@ -8,6 +8,7 @@ mod admin;
 mod audit;
 mod batch;
 mod check;
+mod keys;
 mod leases;
 mod live;
 mod published;
@@ -25,6 +26,7 @@ use crate::backends::{Backends, BlockSizes, SlotChange};
 use crate::command::{Command, Envelope, Origin, Reply};
 use crate::encoding;
 use crate::ids::{LogIndex, ReplicaId, Slot};
+use crate::keys::Keys;
 use crate::ownership::Ownership;
 use crate::policy::{CostSettings, PolicyConfig, VtcBasicSettings};
 use crate::prefix::{BlockHasher, HashSecret};
@@ -75,6 +77,7 @@ pub struct RouterState {
     ratios: LearntRatios,
     waiting: WaitingList,
     exact: FollowedBackends,
+    keys: Keys,
     /// A restore in progress.
     staged: Option<StagedRestore>,
     /// A backup that was read ahead of the command that switches to it. Not part of the state: its
@@ -168,6 +171,7 @@ impl RouterState {
             ratios: LearntRatios::default(),
             waiting: WaitingList::default(),
             exact: FollowedBackends::default(),
+            keys: Keys::default(),
             staged: None,
             prepared: None,
             cold_digest: 0,
@@ -212,6 +216,7 @@ impl RouterState {
         if std::mem::take(&mut self.is_ratios_changed) {
             self.view.publish_ratios(self.ratios.view());
         }
+        self.publish_keys();
         self.publish_for_policies();
         self.publish_for_admission(is_cold_changed);
         self.publish_time();
@@ -327,6 +332,13 @@ impl RouterState {
             Command::SetUser { user, limits } => self.set_user(origin, user, limits),
             Command::ForgiveUser { name } => self.forgive_user(origin, name),
             Command::DeleteUser { name } => self.delete_user(origin, name),
+            Command::CreateKey(spec) => self.create_key(origin, *spec),
+            Command::RevokeKey { id } => self.revoke_key(origin, id),
+            Command::RotateKey {
+                id,
+                secret,
+                grace_ms,
+            } => self.rotate_key(origin, id, (secret, grace_ms)),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
             Command::BeginRestore { restore, force } => self.begin_restore(restore, force),
             Command::RestorePart {
@@ -359,7 +371,8 @@ impl RouterState {
 
     /// Publishes what passes with every command.
     fn publish_time(&self) {
-        self.view.publish_time(self.time.now_ms);
+        let calendar_ms = self.time.believed_ms();
+        self.view.publish_time(self.time.now_ms, calendar_ms);
         self.view.publish_format_4(self.time.paced.is_some());
     }
 

@@ -12,6 +12,7 @@ use crate::backends::{Backend, Backends, BlockSizes};
 use crate::exact::{FollowedBackends, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
+use crate::keys::KeysView;
 use crate::outputs::OutputsView;
 use crate::policy::{PolicyConfig, RoutingSettings, UserTokens};
 use crate::prefix::{BlockHasher, HashSecret};
@@ -31,6 +32,7 @@ pub struct StateView {
     registry: ArcSwap<Registry>,
     applied: AtomicU64,
     now_ms: AtomicU64,
+    calendar_ms: AtomicU64,
     /// Users' recent usage; `None` while no policy reads it.
     lately: ArcSwapOption<RecentUsage>,
     /// Whether any policy may be requested, not only the live one.
@@ -44,6 +46,7 @@ pub struct StateView {
     users: ArcSwapOption<UsersView>,
     wants_users: AtomicBool,
     grants: ArcSwap<GrantsView>,
+    keys: ArcSwap<KeysView>,
 }
 
 impl StateView {
@@ -53,6 +56,7 @@ impl StateView {
             registry: ArcSwap::from_pointee(registry),
             applied: AtomicU64::new(0),
             now_ms: AtomicU64::new(0),
+            calendar_ms: AtomicU64::new(0),
             lately: ArcSwapOption::empty(),
             wants_all: AtomicBool::new(false),
             service: ArcSwap::default(),
@@ -62,6 +66,7 @@ impl StateView {
             users: ArcSwapOption::empty(),
             wants_users: AtomicBool::new(false),
             grants: ArcSwap::default(),
+            keys: ArcSwap::default(),
         }
     }
 
@@ -124,6 +129,21 @@ impl StateView {
     pub fn now_ms(&self) -> u64 {
         // A number on its own: it orders nothing else.
         self.now_ms.load(Ordering::Relaxed)
+    }
+
+    /// Returns the calendar as the cluster believed it as of the applied index, as Unix
+    /// milliseconds. It can be set back.
+    #[must_use]
+    pub fn calendar_ms(&self) -> u64 {
+        // As with `now_ms`.
+        self.calendar_ms.load(Ordering::Relaxed)
+    }
+
+    /// Returns the API keys, as of the last command that changed one. Cheap; meant for one request,
+    /// not to be kept.
+    #[must_use]
+    pub fn keys(&self) -> Guard<Arc<KeysView>> {
+        self.keys.load()
     }
 
     /// Returns a user's usage within the window; zero while no policy reads it.
@@ -228,8 +248,13 @@ impl StateView {
         self.is_format_4.store(is_known, Ordering::Relaxed);
     }
 
-    pub(super) fn publish_time(&self, now_ms: u64) {
+    pub(super) fn publish_keys(&self, keys: KeysView) {
+        self.keys.store(Arc::new(keys));
+    }
+
+    pub(super) fn publish_time(&self, now_ms: u64, calendar_ms: u64) {
         self.now_ms.store(now_ms, Ordering::Relaxed);
+        self.calendar_ms.store(calendar_ms, Ordering::Relaxed);
     }
 
     pub(super) fn publish_applied(&self, index: LogIndex) {

@@ -400,6 +400,7 @@ impl RouterState {
         self.is_outputs_changed = true;
         self.is_ratios_changed = true;
         self.is_waiting_changed = true;
+        self.keys.replaced();
     }
 }
 

@@ -1,15 +1,15 @@
 //! Snapshots: frozen in microseconds, written while `apply` runs, and verified byte for byte when
 //! read.
 //!
-//! # Format, version 4 (integers little-endian)
+//! # Format, version 5 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
-//! backends, sessions, audit and the users' totals have one section each. Users, leases and the
-//! KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
+//! backends, sessions, audit and the users' totals have one section each. Users, leases, API keys
+//! and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 3 lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
+//! Version 4 lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
 //! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
 //! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
@@ -29,12 +29,15 @@ use crate::error::SnapshotError;
 use crate::exact::FollowedImage;
 use crate::grants::WaitingList;
 use crate::ids::LogIndex;
+use crate::keys::KeysImage;
 use crate::ownership::FrozenOwnership;
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
-pub const SNAPSHOT_VERSION: u16 = 4;
-/// Version of a state without a hash secret, a forgiven user in the audit and anything else that
+pub const SNAPSHOT_VERSION: u16 = 5;
+/// Version of a state without API keys, and without a trace of them in the audit.
+const SNAPSHOT_VERSION_SECRET: u16 = 4;
+/// Version of a state that also lacks a hash secret, a forgiven user in the audit and anything else that
 /// version 4 introduced.
 const SNAPSHOT_VERSION_RESTORES: u16 = 3;
 /// Version of a state that also holds no trace of a restore.
@@ -69,6 +72,7 @@ mod tag {
     pub(super) const RATIOS: u8 = 18;
     pub(super) const ASSUMED: u8 = 19;
     pub(super) const BLOCK_SIZES: u8 = 20;
+    pub(super) const KEYS: u8 = 21;
     pub(super) const END: u8 = 255;
 }
 
@@ -85,6 +89,7 @@ pub struct FrozenState {
     leases: LeasesImage,
     users: UsersImage,
     exact: FollowedImage,
+    keys: KeysImage,
     staged: Option<StagedRestore>,
     ownership: FrozenOwnership,
 }
@@ -133,6 +138,9 @@ impl FrozenState {
         for (tag, payload) in &self.later {
             write_section(out, *tag, payload)?;
         }
+        for piece in self.keys.pieces() {
+            write_section(out, tag::KEYS, &piece)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -155,12 +163,14 @@ impl RouterState {
         let sessions = encoding::to_bytes(&self.sessions);
         let is_common = self.staged.is_none() && self.audit.restored().is_none();
         let later = self.later_sections();
-        let is_newest =
+        let has_keys = !self.keys.is_empty() || self.audit.has_version_5();
+        let has_secret =
             self.hash_secret.is_some() || self.audit.has_version_4() || !later.is_empty();
-        let version = match (is_newest, is_common) {
-            (true, _) => SNAPSHOT_VERSION,
-            (false, false) => SNAPSHOT_VERSION_RESTORES,
-            (false, true) => SNAPSHOT_VERSION_COMMON,
+        let version = match (has_keys, has_secret, is_common) {
+            (true, ..) => SNAPSHOT_VERSION,
+            (false, true, _) => SNAPSHOT_VERSION_SECRET,
+            (false, false, false) => SNAPSHOT_VERSION_RESTORES,
+            (false, false, true) => SNAPSHOT_VERSION_COMMON,
         };
         FrozenState {
             version,
@@ -188,6 +198,7 @@ impl RouterState {
             leases: self.leases.freeze(),
             users: self.users.freeze(),
             exact: self.exact.freeze(),
+            keys: self.keys.freeze(),
             staged: self.staged.clone(),
             ownership: self.ownership.freeze(),
         }
@@ -259,6 +270,7 @@ impl RouterState {
         self.is_service_changed = false;
         self.view.publish_service(self.service_view());
         self.view.publish_outputs(self.outputs.view());
+        self.view.publish_keys(self.keys.view());
         self.publish_for_policies();
         self.publish_for_admission(true);
         self.view.publish_ratios(self.ratios.view());
@@ -326,6 +338,7 @@ impl RouterState {
                 self.ratios = section(payload)?;
                 self.ratios.check()?;
             }
+            tag::KEYS => self.keys.restore_piece(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),

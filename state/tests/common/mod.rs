@@ -9,9 +9,10 @@ use state::admission::{AdmissionSettings, SlaSettings};
 use state::command::{BackendSpec, Charge, Command, Envelope, Item, Lane, Origin, Reply, UserSpec};
 use state::exact::{KvBatch, KvEvent, KvMessage, KvNews};
 use state::ids::{
-    AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ModelKey, ReplicaId,
-    SessionId, Slot,
+    ApiKeyId, AttemptId, BackendRef, BlockHash, EngineHash, Incarnation, LogIndex, ModelKey,
+    ReplicaId, SessionId, Slot,
 };
+use state::keys::{ApiKeySpec, SecretHash};
 use state::policy::{CostSettings, PolicyConfig};
 use state::prefix::{HashSecret, user_key};
 use state::service::ServiceSample;
@@ -54,6 +55,19 @@ pub(crate) fn spec(id: &str, port: u16, capacity_blocks: Option<u32>) -> Backend
         capacity_blocks,
         kv_events: None,
         kv_replay: None,
+    }
+}
+
+/// An API key of ada's, whose id and secret follow from a number.
+pub(crate) fn key_spec(number: u8) -> ApiKeySpec {
+    ApiKeySpec {
+        id: ApiKeyId(u64::from(number) << 50),
+        secret: SecretHash([number; 32]),
+        name: format!("key {number}"),
+        user: "ada".to_owned(),
+        expires_at_ms: None,
+        models: vec!["m*".to_owned()],
+        scopes: vec!["/v1/chat/completions".to_owned()],
     }
 }
 

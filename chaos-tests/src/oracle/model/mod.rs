@@ -166,6 +166,7 @@ impl ReferenceModel {
             | Command::RestorePart { .. }
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. } => {}
+            Command::CreateKey(_) | Command::RevokeKey { .. } | Command::RotateKey { .. } => {}
             Command::DeleteUser { name } => self.users.delete(name),
             Command::PaceTime => self.pace(),
             // What is in its parts is not looked at.

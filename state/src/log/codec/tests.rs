@@ -11,8 +11,10 @@ use crate::command::{
     Origin, Rejection, UserSpec,
 };
 use crate::ids::{
-    AttemptId, BackendRef, BlockHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot, UserKey,
+    ApiKeyId, AttemptId, BackendRef, BlockHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot,
+    UserKey,
 };
+use crate::keys::{ApiKeySpec, SecretHash};
 use crate::policy::{
     BlockNaming, CostSettings, PolicyConfig, RoutingSettings, Touch, VllmCacheAwareSettings,
 };
@@ -356,7 +358,7 @@ fn what_is_no_command_is_refused_with_its_reason() {
     ];
     expect![[r#"
         decode log entry: no bytes
-        decode log entry: format version 5, 4 or an earlier one expected
+        decode log entry: format version 6, 5 or an earlier one expected
         decode log entry: 1 trailing bytes after byte 28
         decode log entry: UnexpectedEnd { additional: 1 }
         decode log entry: 1048577 bytes, at most 1048576 expected"#]]
@@ -519,6 +521,46 @@ fn commands_of_version_4_have_their_bytes() {
         admission: AdmissionSettings::default(),
     };
     expect!["0403fdefcdab896745230101fb2c01fd0068e5cf8b010000142a2eebf86781709645fbd3d7c7ded5ace385c2e22ed24abcacbe8be9c1e346eec0af9a6829d688e6ebec76c2228e36e4536bfa2d70375279c883f50ba788c0b7e2f3bf8b8b074abfaa0eff1bcfcde64b0af90ec70debab14633d2ea72aa70fa10ed4a7d77df75f46e62c7aed7b27c80f075aed7f31214188da9bde807018aec516dfb83c0c6d8cd2b075a88634627fee807bc76b70d23cd711cee0b194327d34387f3204f5547e4958f040b44bc8bfa78e74b6fe82bc8fe1ad8f937c9ff8e0b38e0101020001c80000fb0010fb10270000000100fb88130000fb881301fb0004fb6d0600000000"].assert_eq(&written(Command::FoundWithSettings(Box::new(founding))));
+}
+
+#[test]
+fn commands_of_version_5_have_their_bytes() {
+    let written = |command| {
+        let envelope = envelope(Lane::Admin, command);
+        let bytes = encode_envelope(&envelope);
+        assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
+        hex(&bytes)
+    };
+    let create = Command::CreateKey(Box::new(ApiKeySpec {
+        id: ApiKeyId(0xabcd),
+        secret: SecretHash([7; 32]),
+        name: "ci".to_owned(),
+        user: "ada".to_owned(),
+        expires_at_ms: Some(300),
+        models: vec!["m".to_owned()],
+        scopes: vec!["/v1/*".to_owned()],
+    }));
+    expect!["0503fdefcdab896745230101fb2c01fd0068e5cf8b01000016cdab00000000000007070707070707070707070707070707070707070707070707070707070707070263690361646101fb2c0101016d01052f76312f2a"].assert_eq(&written(create));
+    let id = ApiKeyId(0xabcd);
+    expect!["0503fdefcdab896745230101fb2c01fd0068e5cf8b01000017cdab000000000000"]
+        .assert_eq(&written(Command::RevokeKey { id }));
+    let rotate = Command::RotateKey {
+        id,
+        secret: SecretHash([8; 32]),
+        grace_ms: 3_600_000,
+    };
+    expect!["0503fdefcdab896745230101fb2c01fd0068e5cf8b01000018cdab0000000000000808080808080808080808080808080808080808080808080808080808080808fc80ee3600"].assert_eq(&written(rotate));
+    for reject in [
+        Rejection::TooManyKeys,
+        Rejection::UnknownKey { id },
+        Rejection::KeyTaken { id },
+    ] {
+        let reply = Reply::Rejected(reject);
+        assert_eq!(decode_reply(&encode_reply(&reply)).unwrap(), reply);
+    }
+    expect!["02030bcdab000000000000"].assert_eq(&hex(&encode_reply(&Reply::Rejected(
+        Rejection::KeyTaken { id },
+    ))));
 }
 
 #[test]

@@ -1,0 +1,29 @@
+//! The maps that keys stand in, which are cloned by reference.
+
+use std::sync::Arc;
+
+use super::{ApiKey, SecretHash};
+use crate::cow::{CowMap, ShardKey};
+use crate::ids::ApiKeyId;
+
+/// Keys by id.
+pub(super) type KeysById = CowMap<ApiKeyId, Arc<ApiKey>>;
+/// Ids of keys by secret, present and former.
+pub(super) type KeysBySecret = CowMap<SecretHash, ApiKeyId>;
+
+impl ShardKey for ApiKeyId {
+    const BRANCHES: usize = 16;
+
+    // By the highest bits, so that shard order is key order. Ids are random.
+    fn shard(&self) -> usize {
+        (self.0 >> 54) as usize
+    }
+}
+
+impl ShardKey for SecretHash {
+    const BRANCHES: usize = 16;
+
+    fn shard(&self) -> usize {
+        usize::from(u16::from_be_bytes([self.0[0], self.0[1]]) >> 6)
+    }
+}

@@ -1,0 +1,242 @@
+//! The table of keys: by id, and by the secrets that lead to them. Both are frozen and published by
+//! cloning references.
+
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::maps::{KeysById, KeysBySecret};
+use super::{API_KEYS_MAX, ApiKey, ApiKeySpec, FormerSecret, GRACE_MS_MAX, KeysView, SecretHash};
+use crate::cow::CowMap;
+use crate::encoding;
+use crate::ids::ApiKeyId;
+use crate::reject::Rejection;
+use crate::validate::ensure;
+
+/// Number of keys in one section of a snapshot.
+const KEYS_PER_PIECE: usize = 4096;
+
+/// All API keys.
+pub(crate) struct Keys {
+    by_id: KeysById,
+    by_secret: KeysBySecret,
+    /// Wrapping sum of the keys' hashes.
+    digest: u128,
+    keys_max: usize,
+    /// Whether a key changed since the last [`Keys::publish`].
+    is_changed: bool,
+}
+
+/// A frozen copy of the keys.
+pub(crate) struct KeysImage(KeysById);
+
+impl Default for Keys {
+    fn default() -> Self {
+        Self::with_max(API_KEYS_MAX)
+    }
+}
+
+impl Keys {
+    /// Creates a table with another bound, for tests.
+    pub(super) fn with_max(keys_max: usize) -> Self {
+        Self {
+            by_id: CowMap::new(),
+            by_secret: CowMap::new(),
+            digest: 0,
+            keys_max,
+            is_changed: false,
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.by_id.len() == 0
+    }
+
+    /// Returns the wrapping sum of the keys' hashes.
+    pub(crate) fn digest(&self) -> u128 {
+        self.digest
+    }
+
+    /// Adds a key. If the table is full, a key that has expired makes room.
+    pub(crate) fn create(&mut self, spec: ApiKeySpec, calendar_ms: u64) -> Result<(), Rejection> {
+        spec.validate()?;
+        ensure(
+            spec.expires_at_ms.is_none_or(|at| at > calendar_ms),
+            "expires_at",
+            "a time to come",
+        )?;
+        let is_taken = self.by_id.get(&spec.id).is_some();
+        if is_taken || self.by_secret.get(&spec.secret).is_some() {
+            return Err(Rejection::KeyTaken { id: spec.id });
+        }
+        if self.by_id.len() >= self.keys_max {
+            let expired = self.first_expired(calendar_ms);
+            self.remove(expired.ok_or(Rejection::TooManyKeys)?);
+        }
+        self.put(ApiKey {
+            spec,
+            created_at_ms: calendar_ms,
+            rotated_at_ms: None,
+            former: None,
+        });
+        Ok(())
+    }
+
+    /// Removes a key.
+    pub(crate) fn revoke(&mut self, id: ApiKeyId) -> Result<(), Rejection> {
+        match self.remove(id) {
+            Some(_) => Ok(()),
+            None => Err(Rejection::UnknownKey { id }),
+        }
+    }
+
+    /// Gives a key another secret. The one before is taken for `grace_ms`, one before that no
+    /// longer.
+    pub(crate) fn rotate(
+        &mut self,
+        id: ApiKeyId,
+        secret: SecretHash,
+        grace_ms: u64,
+        calendar_ms: u64,
+    ) -> Result<(), Rejection> {
+        ensure(grace_ms <= GRACE_MS_MAX, "grace", "30 days at most")?;
+        let Some(key) = self.by_id.get(&id) else {
+            return Err(Rejection::UnknownKey { id });
+        };
+        ensure(
+            !key.is_expired(calendar_ms),
+            "id",
+            "a key that has not expired",
+        )?;
+        if self.by_secret.get(&secret).is_some() {
+            return Err(Rejection::KeyTaken { id });
+        }
+        let mut key = ApiKey::clone(key);
+        self.remove(id);
+        key.former = (grace_ms > 0).then(|| FormerSecret {
+            secret: key.spec.secret,
+            until_ms: calendar_ms.saturating_add(grace_ms),
+        });
+        key.spec.secret = secret;
+        key.rotated_at_ms = Some(calendar_ms);
+        self.put(key);
+        Ok(())
+    }
+
+    /// Returns the keys for readers on other threads.
+    pub(crate) fn view(&self) -> KeysView {
+        KeysView::of(self.by_id.clone(), self.by_secret.clone())
+    }
+
+    /// Returns them if they changed since the last call.
+    pub(crate) fn publish(&mut self) -> Option<KeysView> {
+        std::mem::take(&mut self.is_changed).then(|| self.view())
+    }
+
+    /// Publishes all keys with the next command: they are others.
+    pub(crate) fn replaced(&mut self) {
+        self.is_changed = true;
+    }
+
+    pub(crate) fn freeze(&self) -> KeysImage {
+        KeysImage(self.by_id.clone())
+    }
+
+    /// Adds the keys of one piece, or describes its fault.
+    pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
+        type Piece = Vec<ApiKey>;
+        for key in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
+            let id = key.spec.id;
+            key.spec
+                .validate()
+                .map_err(|reject| format!("key {id}: {reject}"))?;
+            let mut secrets = key.secrets();
+            let is_free = self.by_id.get(&id).is_none()
+                && secrets.all(|secret| self.by_secret.get(&secret).is_none());
+            if !is_free || self.by_id.len() >= self.keys_max {
+                return Err(format!("key {id} stands twice, or is one too many"));
+            }
+            self.put(key);
+        }
+        Ok(())
+    }
+
+    /// Whether a view shows these keys.
+    pub(crate) fn are(&self, view: &KeysView) -> bool {
+        view.are(&self.by_id, &self.by_secret)
+    }
+
+    /// Checks I100, or describes the fault.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let mut rebuilt = Self::with_max(self.keys_max);
+        for (id, key) in self.by_id.iter() {
+            if key.spec.id != *id {
+                return Err(format!("key {} stands at {id}", key.spec.id));
+            }
+            let mut secrets = key.secrets();
+            if secrets.any(|secret| rebuilt.by_secret.get(&secret).is_some()) {
+                return Err(format!("a secret of key {id} leads to another key, too"));
+            }
+            rebuilt.put(ApiKey::clone(key));
+        }
+        if rebuilt.by_id.len() != self.by_id.len() || self.by_id.len() > self.keys_max {
+            return Err(format!("{} keys are counted", self.by_id.len()));
+        }
+        if !rebuilt.by_secret.iter().eq(self.by_secret.iter()) {
+            return Err("the index of secrets differs from the keys".to_owned());
+        }
+        if rebuilt.digest != self.digest {
+            return Err("the digest of keys differs from the keys".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Of the keys that have expired the one that did first.
+    fn first_expired(&self, calendar_ms: u64) -> Option<ApiKeyId> {
+        let keys = self.by_id.iter();
+        let expired = keys.filter(|(_, key)| key.is_expired(calendar_ms));
+        let first = expired.min_by_key(|(id, key)| (key.spec.expires_at_ms, **id));
+        first.map(|(id, _)| *id)
+    }
+
+    /// Adds a key whose id and secrets are free.
+    fn put(&mut self, key: ApiKey) {
+        self.is_changed = true;
+        self.digest = self.digest.wrapping_add(hash(&key));
+        let id = key.spec.id;
+        for secret in key.secrets() {
+            self.by_secret.insert_new(secret, id);
+        }
+        self.by_id.insert_new(id, Arc::new(key));
+    }
+
+    fn remove(&mut self, id: ApiKeyId) -> Option<Arc<ApiKey>> {
+        let key = self.by_id.remove(&id)?;
+        self.is_changed = true;
+        self.digest = self.digest.wrapping_sub(hash(&key));
+        for secret in key.secrets() {
+            self.by_secret.remove(&secret);
+        }
+        Some(key)
+    }
+}
+
+impl KeysImage {
+    /// Encodes all keys in pieces of a bounded number of keys.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
+        let mut keys = self.0.iter().peekable();
+        std::iter::from_fn(move || {
+            keys.peek()?;
+            let piece: Vec<&ApiKey> = keys
+                .by_ref()
+                .take(KEYS_PER_PIECE)
+                .map(|(_, key)| &**key)
+                .collect();
+            Some(encoding::to_bytes(&piece))
+        })
+    }
+}
+
+fn hash(key: &ApiKey) -> u128 {
+    xxh3_128(&encoding::to_bytes(key))
+}

@@ -1,0 +1,45 @@
+//! Commands on API keys: created, rotated, revoked.
+
+use super::{AuditAction, RouterState};
+use crate::command::Origin;
+use crate::ids::ApiKeyId;
+use crate::keys::{ApiKeySpec, SecretHash};
+use crate::reject::Rejection;
+
+impl RouterState {
+    pub(super) fn create_key(
+        &mut self,
+        origin: &Origin,
+        spec: ApiKeySpec,
+    ) -> Result<(), Rejection> {
+        let id = spec.id;
+        self.keys.create(spec, self.time.believed_ms())?;
+        self.note(origin, AuditAction::CreateKey, id.to_string());
+        Ok(())
+    }
+
+    pub(super) fn revoke_key(&mut self, origin: &Origin, id: ApiKeyId) -> Result<(), Rejection> {
+        self.keys.revoke(id)?;
+        self.note(origin, AuditAction::RevokeKey, id.to_string());
+        Ok(())
+    }
+
+    pub(super) fn rotate_key(
+        &mut self,
+        origin: &Origin,
+        id: ApiKeyId,
+        (secret, grace_ms): (SecretHash, u64),
+    ) -> Result<(), Rejection> {
+        let calendar_ms = self.time.believed_ms();
+        self.keys.rotate(id, secret, grace_ms, calendar_ms)?;
+        self.note(origin, AuditAction::RotateKey, id.to_string());
+        Ok(())
+    }
+
+    /// Publishes the keys if they changed.
+    pub(super) fn publish_keys(&mut self) {
+        if let Some(keys) = self.keys.publish() {
+            self.view.publish_keys(keys);
+        }
+    }
+}
