@@ -11,6 +11,7 @@ use std::hint::black_box;
 use std::sync::{Arc, LazyLock};
 
 use api::admission::{Admission, AdmissionRequest};
+use api::api_keys::{NewSecret, secret_hash};
 use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
 use api::prompt::{ModelSettings, ParsedBody, PromptIdentity, Tokenizer, parse};
@@ -24,7 +25,8 @@ use futures_util::FutureExt as _;
 use serde_json::json;
 use state::RouterState;
 use state::command::{BackendSpec, Command, Envelope, Item, Lane, LeaseOutcome, Origin};
-use state::ids::{AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, Slot};
+use state::ids::{ApiKeyId, AttemptId, BlockHash, LogIndex, ReplicaId, SessionId, Slot};
+use state::keys::{API_KEYS_MAX, ApiKeySpec};
 use state::policy::{CostSettings, PolicyConfig};
 use tokio::time::Instant;
 
@@ -340,5 +342,54 @@ fn admit(c: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, read, route, book, admit);
+/// Whose a request's key is, among as many keys as there may be: at most 1 us (issue 14).
+fn keys(c: &mut Criterion) {
+    let mut state = RouterState::new();
+    let mut apply = |index: u64, command| {
+        let origin = Origin {
+            replica: ReplicaId(1),
+            session: SessionId(1),
+            lane: Lane::Admin,
+            seq: index,
+        };
+        let envelope = Envelope {
+            origin,
+            proposed_at_ms: 1,
+            command,
+        };
+        state.apply(LogIndex(index), envelope);
+    };
+    let seed = 7;
+    apply(
+        1,
+        Command::InitCluster {
+            hash_seed: seed,
+            policy: PolicyConfig::Cost(CostSettings::default()),
+            fairness: Default::default(),
+        },
+    );
+    let secrets: Vec<NewSecret> = (0..API_KEYS_MAX).map(|_| NewSecret::draw()).collect();
+    for (secret, index) in secrets.iter().zip(2_u64..) {
+        let spec = ApiKeySpec {
+            id: ApiKeyId(index.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+            secret: secret.hash(seed),
+            name: "bench".to_owned(),
+            user: "ada".to_owned(),
+            ..ApiKeySpec::default()
+        };
+        apply(index, Command::CreateKey(Box::new(spec)));
+    }
+    let view = state.view();
+    assert_eq!(view.keys().len(), API_KEYS_MAX);
+    let mut turn = 0;
+    c.bench_function("api key/100000", |b| {
+        b.iter(|| {
+            turn = (turn + 7919) % secrets.len();
+            let hash = secret_hash(seed, black_box(secrets[turn].text().as_bytes()));
+            view.keys().find(&hash, view.calendar_ms())
+        });
+    });
+}
+
+criterion_group!(benches, read, route, book, admit, keys);
 criterion_main!(benches);

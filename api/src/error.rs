@@ -94,6 +94,26 @@ pub enum ProxyError {
     /// A required key is missing or unknown.
     #[error("missing or unknown API key")]
     BadKey,
+    /// The key has expired, or its secret was replaced and the grace is over.
+    #[error("this API key has expired")]
+    ExpiredKey,
+    /// The key may not use the path.
+    #[error("this API key may not use this path; it may use {allowed}")]
+    PathNotAllowed {
+        /// Paths that it may use.
+        allowed: String,
+    },
+    /// The key may not use the model.
+    #[error("this API key may not use the model `{model}`; it may use {allowed}")]
+    ModelNotAllowed {
+        /// Model of the request, shortened.
+        model: String,
+        /// Models that it may use.
+        allowed: String,
+    },
+    /// This replica does not know whether the key was revoked meanwhile.
+    #[error("this replica is cut off from its cluster and cannot check API keys; use another one")]
+    StaleKeys,
     /// The path is unknown.
     #[error("no route for {method} {path}")]
     UnknownRoute {
@@ -256,6 +276,10 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
     let (status, type_, code) = match failure {
         ProxyError::BadRequest { .. } => (400, "invalid_request_error", "invalid_request"),
         ProxyError::BadKey => (401, "invalid_request_error", "invalid_api_key"),
+        ProxyError::ExpiredKey => (401, "invalid_request_error", "expired_api_key"),
+        ProxyError::PathNotAllowed { .. } => (403, "invalid_request_error", "path_not_allowed"),
+        ProxyError::ModelNotAllowed { .. } => (403, "invalid_request_error", "model_not_allowed"),
+        ProxyError::StaleKeys => (503, "server_error", "api_keys_stale"),
         ProxyError::UnknownRoute { .. } => (404, "invalid_request_error", "unknown_url"),
         ProxyError::WrongMethod { .. } => (405, "invalid_request_error", "method_not_supported"),
         ProxyError::UnknownModel { .. } => (404, "invalid_request_error", "model_not_found"),
@@ -320,6 +344,7 @@ fn retry_after_s(failure: &ProxyError) -> Option<u32> {
         | ProxyError::AddressAtLimit
         | ProxyError::UserAtLimit
         | ProxyError::Starting
+        | ProxyError::StaleKeys
         | ProxyError::Leaving => Some(UNAVAILABLE_RETRY_AFTER_S),
         ProxyError::OverLimit { retry_after_ms, .. }
         | ProxyError::QueueFull { retry_after_ms }
@@ -350,7 +375,7 @@ pub fn openai_body(failure: &ProxyError) -> Bytes {
     let answer = rescue(failure);
     let param = match failure {
         ProxyError::BadRequest { param, .. } => param.as_deref(),
-        ProxyError::UnknownModel { .. } => Some("model"),
+        ProxyError::UnknownModel { .. } | ProxyError::ModelNotAllowed { .. } => Some("model"),
         _ => None,
     };
     let error = Error {

@@ -2,6 +2,7 @@
 
 pub mod admin;
 pub mod admission;
+pub mod api_keys;
 pub mod backends;
 pub mod backup;
 pub mod clock;

@@ -8,6 +8,7 @@ use serde::Serialize;
 use state::StateView;
 use tokio_util::sync::CancellationToken;
 
+use crate::api_keys::{KeyListAge, KeyRules};
 use crate::backends::Backends;
 use crate::divergence::Digests;
 use crate::ports::{Cluster, ClusterStatus};
@@ -72,6 +73,8 @@ pub struct ReadinessCheck {
     pub outbox: Arc<SharedOutbox>,
     /// Whether the replica takes requests.
     pub lifecycle: Lifecycle,
+    /// How keys of the cluster are judged.
+    pub keys: KeyRules,
     /// Whether it was told to start although others can reach what is not protected.
     pub is_insecure: bool,
 }
@@ -110,6 +113,7 @@ impl ReadinessCheck {
             lacking.push("no quorum".to_owned());
         }
         self.judge_state(&status, &mut against, &mut lacking);
+        self.judge_keys(&mut against, &mut lacking);
         if self.outbox.status().is_degraded {
             lacking.push("local updates have not been committed for over a second".to_owned());
         }
@@ -184,6 +188,27 @@ impl ReadinessCheck {
                 });
                 against.extend(peers);
             }
+        }
+    }
+
+    /// Whether API keys that were revoked are refused here.
+    fn judge_keys(&self, against: &mut Vec<String>, lacking: &mut Vec<String>) {
+        let age = match self.keys.list.age() {
+            KeyListAge::Current => return,
+            KeyListAge::Known(age) => format!("{} s old", age.as_secs()),
+            KeyListAge::Unknown => "the one it was stopped with".to_owned(),
+        };
+        if self.view.keys().is_empty() {
+            return;
+        }
+        if self.keys.refuses() {
+            against.push(format!(
+                "API keys: the list here is {age}, and requests with one are refused (users.when_stale)"
+            ));
+        } else {
+            lacking.push(format!(
+                "API keys: the list here is {age}, and keys revoked since are still served"
+            ));
         }
     }
 

@@ -25,6 +25,7 @@ mod failures;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod gate;
+mod keys;
 mod listener;
 mod origin;
 mod ownership;

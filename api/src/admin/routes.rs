@@ -8,7 +8,7 @@ use http::Method;
 use super::roles::{AdminRole, Permission};
 use super::{
     AdminState, admission, audit, backends, backup, bins, cluster, config, decisions, explain,
-    ownership, policy, probes, reload, restore, stream, users,
+    keys, ownership, policy, probes, reload, restore, stream, users,
 };
 
 const OPEN: Permission = Permission::Open;
@@ -155,6 +155,24 @@ pub(super) const ROUTES: &[RouteInfo] = &[
         methods: &[("POST", OPERATOR)],
         what: "forget what the user has used of its limits per window; counters stay",
         handlers: || post(users::forgive),
+    },
+    RouteInfo {
+        path: "/admin/v1/keys",
+        methods: &[("GET", VIEWER), ("POST", OPERATOR)],
+        what: "API keys; ?user ?limit ?cursor; POST {\"user\", \"name\", \"expires_at\", \"models\", \"scopes\"} answers a new secret, once",
+        handlers: || get(keys::list).merge(post(keys::create)),
+    },
+    RouteInfo {
+        path: "/admin/v1/keys/{id}",
+        methods: &[("GET", VIEWER), ("DELETE", OPERATOR)],
+        what: "one API key; DELETE revokes it",
+        handlers: || get(keys::show).merge(delete(keys::revoke)),
+    },
+    RouteInfo {
+        path: "/admin/v1/keys/{id}/rotate",
+        methods: &[("POST", OPERATOR)],
+        what: "give it another secret, answered once; ?grace=1h: the present one is taken so long",
+        handlers: || post(keys::rotate),
     },
     RouteInfo {
         path: "/admin/v1/ownership",

@@ -24,7 +24,7 @@ use super::dialect::Dialect;
 use super::durable::WithheldEnd;
 use super::headers::clean_answer;
 use super::metrics::RequestMetricsGuard;
-use super::models::context_tokens_max;
+use super::models::{context_tokens_max, shown_model};
 use super::proxied::ProxiedRequest;
 use super::relay::{
     BodyKind, RespondingBackend, ResponseBody, ResponseTimeouts, SharedResponseBody,
@@ -132,7 +132,7 @@ fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
 fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> ProxyError {
     match why {
         AdmissionRejection::NoBackend(RoutingRejection::UnknownModel) => ProxyError::UnknownModel {
-            model: shown(&asked.parsed.model),
+            model: shown_model(&asked.parsed.model),
         },
         AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => ProxyError::NoneHealthy,
         AdmissionRejection::NoBackend(RoutingRejection::NoneSelected) => ProxyError::NoneSelected,
@@ -184,11 +184,6 @@ fn too_long(proxy: &Proxy, asked: &ProxiedRequest) -> ProxyError {
 fn jittered(wait_ms: u64, asked: &ProxiedRequest) -> u64 {
     let wait_ms = wait_ms.clamp(RETRY_AFTER_MS_LEAST, RETRY_AFTER_MS_MAX);
     wait_ms + xxh3_64(asked.request_id.as_bytes()) % (wait_ms / 2)
-}
-
-/// A model's name as an error repeats it.
-pub(super) fn shown(model: &str) -> String {
-    model[..model.floor_char_boundary(state::command::NAME_BYTES_MAX)].to_owned()
 }
 
 /// Answers a request that no further backend is tried for.

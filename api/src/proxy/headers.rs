@@ -14,6 +14,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Version};
 use crate::backends::EngineHeaders;
 
 use super::fields::{HeaderRules, is_engines_own};
+use crate::api_keys::is_of_cluster;
 
 /// Names the request, here and at the engine.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -86,6 +87,12 @@ pub(super) struct Hop<'a> {
     pub(super) strip: &'a HeaderRules,
 }
 
+/// Whether the value is a key of the cluster, which no engine gets to see.
+fn has_cluster_key(value: &HeaderValue) -> bool {
+    let last = value.as_bytes().rsplit(u8::is_ascii_whitespace).next();
+    last.is_some_and(is_of_cluster)
+}
+
 /// The headers of the request to the engine. The body's length is left to whoever sends it.
 pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_>) -> HeaderMap {
     let mut headers = HeaderMap::with_capacity(client.len() + ADDED_MAX);
@@ -94,7 +101,8 @@ pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_
     for (name, value) in client {
         let is_dropped = is_hop_by_hop(name)
             || NOT_FORWARDED.contains(name)
-            || (!forward_credentials && [&AUTHORIZATION, &API_KEY, &AZURE_KEY].contains(&name))
+            || ([&AUTHORIZATION, &API_KEY, &AZURE_KEY].contains(&name)
+                && (!forward_credentials || has_cluster_key(value)))
             || hop.strip.is_stripped(name)
             || (names_fields && is_named(client, name));
         if !is_dropped {

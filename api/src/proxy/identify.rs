@@ -10,6 +10,7 @@ use state::prefix::BlockHasher;
 use super::headers::API_KEY;
 use super::keys::{Holder, key_user_name};
 use super::settings::{IdentifyBy, ProxySettings};
+use crate::api_keys::is_of_cluster;
 use crate::error::ProxyError;
 use crate::prompt::ParsedBody;
 use crate::routing::UserName;
@@ -36,6 +37,8 @@ pub enum UserSource {
     Identified(IdentifyBy),
     /// By its key, as keys are checked and no entry named a user.
     CheckedKey,
+    /// By its key, which is the cluster's.
+    ClusterKey,
     /// Not at all: it is anonymous.
     Nobody,
     /// `explain` was asked for this user.
@@ -49,6 +52,7 @@ impl UserSource {
         match self {
             Self::Identified(place) => place.to_string(),
             Self::CheckedKey => "checked-key".to_owned(),
+            Self::ClusterKey => "cluster-key".to_owned(),
             Self::Nobody => "nobody".to_owned(),
             Self::Given => "given".to_owned(),
         }
@@ -71,13 +75,22 @@ fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
 }
 
 /// Whom the client's key stands for. Refuses clients without a known key, where keys are checked.
+///
+/// A key that has the form of the cluster's keys is judged by the cluster alone, `of_cluster`; every
+/// other one by this replica's file, if it has one.
 pub(super) fn check_key(
     settings: &ProxySettings,
     headers: &HeaderMap,
+    of_cluster: impl FnOnce(&[u8]) -> Result<Holder, ProxyError>,
 ) -> Result<Holder, ProxyError> {
+    let key = api_key(headers);
+    if let Some(key) = key.filter(|key| is_of_cluster(key)) {
+        return of_cluster(key);
+    }
     match &settings.api_keys {
+        None if settings.keys.is_required => Err(ProxyError::BadKey),
         None => Ok(Holder::Unchecked),
-        Some(keys) => api_key(headers)
+        Some(keys) => key
             .and_then(|key| keys.holder(key))
             .ok_or(ProxyError::BadKey),
     }
@@ -101,7 +114,9 @@ pub(super) struct IdentifiedUser {
 
 /// The user whom the request's tokens are charged to.
 ///
-/// A bare name is one that somebody vouched for: the keys file, or a proxy that is trusted. What
+/// A key of the cluster says who it is, above all else.
+///
+/// A bare name is one that somebody vouched for: a key, or a proxy that is trusted. What
 /// others say of themselves stands behind `header:` or `body:`, so that nobody takes another's
 /// name, and counts only where no keys are checked.
 pub(super) fn identify<'a>(
@@ -122,10 +137,13 @@ pub(super) fn identify<'a>(
     if let RequestOrigin::User(name) = origin {
         return Ok(user(Cow::Borrowed(name), UserSource::Given));
     }
+    if let Holder::Cluster(key) = holder {
+        return Ok(user(Cow::Borrowed(&*key.spec.user), UserSource::ClusterKey));
+    }
     let are_checked = *holder != Holder::Unchecked;
     let by_key = || match holder {
         Holder::Named(name) => Some(Cow::Borrowed(&**name)),
-        Holder::Unnamed | Holder::Unchecked => {
+        Holder::Unnamed | Holder::Unchecked | Holder::Cluster(_) => {
             api_key(headers).map(|key| key_user_name(&hashing(), key).into())
         }
     };
@@ -233,6 +251,11 @@ mod tests {
         fields.iter().map(field).collect()
     }
 
+    /// The keys of a cluster that has none.
+    fn nobody(_: &[u8]) -> Result<Holder, ProxyError> {
+        Err(ProxyError::BadKey)
+    }
+
     /// Who asks from `peer`, with these fields and `"user":"body"`.
     fn named(settings: &ProxySettings, peer: &str, fields: &[(&'static str, &str)]) -> String {
         let parsed = ParsedBody {
@@ -241,7 +264,7 @@ mod tests {
         };
         let peer = HeaderValue::from_str(peer).unwrap();
         let headers = headers(fields);
-        let holder = check_key(settings, &headers).unwrap();
+        let holder = check_key(settings, &headers, nobody).unwrap();
         let client = Client {
             holder: &holder,
             origin: RequestOrigin::Address(&peer),
@@ -292,19 +315,22 @@ mod tests {
     #[test]
     fn where_keys_are_required_only_known_ones_pass() {
         let mut settings = ProxySettings::new(ReplicaId(1));
-        let anyone = check_key(&settings, &HeaderMap::new());
+        let anyone = check_key(&settings, &HeaderMap::new(), nobody);
         assert_eq!(anyone, Ok(Holder::Unchecked));
         let mut keys = ApiKeys::default();
         keys.add("sk-1", None);
         settings.api_keys = Some(keys);
         let known = headers(&[("authorization", "Bearer sk-1")]);
-        assert_eq!(check_key(&settings, &known), Ok(Holder::Unnamed));
+        assert_eq!(check_key(&settings, &known, nobody), Ok(Holder::Unnamed));
         for key in ["Bearer sk-2", "Bearer sk-", "Bearer "] {
             let unknown = headers(&[("authorization", key)]);
-            assert_eq!(check_key(&settings, &unknown), Err(ProxyError::BadKey));
+            assert_eq!(
+                check_key(&settings, &unknown, nobody),
+                Err(ProxyError::BadKey)
+            );
         }
         assert_eq!(
-            check_key(&settings, &HeaderMap::new()),
+            check_key(&settings, &HeaderMap::new(), nobody),
             Err(ProxyError::BadKey)
         );
     }

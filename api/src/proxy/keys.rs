@@ -1,4 +1,4 @@
-//! The keys that clients are served with.
+//! The keys of this replica's file that clients are served with.
 //!
 //! Kept as SHA-256 under a salt of this run, so that memory, core dumps and mistakes in logging
 //! hold no key. A key is looked up by that hash: what a comparison takes tells of a salted hash
@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use sha2::{Digest, Sha256};
+use state::keys::ApiKey;
 use state::prefix::BlockHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -27,6 +28,8 @@ pub enum Holder {
     Unnamed,
     /// The key is served, and charged to this user.
     Named(Arc<str>),
+    /// The key is the cluster's and served.
+    Cluster(Arc<ApiKey>),
 }
 
 /// The keys that are served, each with the user it stands for. Clones are the same set.

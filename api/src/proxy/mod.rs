@@ -25,6 +25,7 @@ mod attempt;
 mod beginning;
 mod budget;
 mod clients;
+mod cluster_keys;
 mod cors;
 mod deadline;
 mod decisions;
@@ -164,8 +165,8 @@ enum AnswerBodyKind {
 enum TakenIn<'a> {
     /// All, and whose key it has: it is routed by its body.
     Whole(Holder, Bytes),
-    /// Its head: it asks for a model, or for all.
-    Models(Option<Cow<'a, str>>),
+    /// Its head, and whose key it has: it asks for a model, or for all.
+    Models(Holder, Option<Cow<'a, str>>),
     /// Its head: it is for the engine that stored a response.
     Stored,
 }
@@ -366,7 +367,9 @@ impl Proxy {
         let (holder, mut body_bytes) = match self.take_in(&head, &peer, &mut body, &mut held).await
         {
             Ok(TakenIn::Whole(holder, bytes)) => (holder, bytes),
-            Ok(TakenIn::Models(id)) => return self.models(id.as_deref()).map(ForwardResult::Held),
+            Ok(TakenIn::Models(holder, id)) => {
+                return self.models(&holder, id.as_deref()).map(ForwardResult::Held);
+            }
             Ok(TakenIn::Stored) => {
                 ledger.is_read(requests_max)?;
                 return forward_stored(self, &head, &peer, &request_id).await;
@@ -420,8 +423,8 @@ impl Proxy {
         let (holder, route) = self.requests.accept(&request_head(head, peer))?;
         self.startup.check(&self.view)?;
         match route {
-            Route::Models => Ok(TakenIn::Models(None)),
-            Route::Model(id) => Ok(TakenIn::Models(Some(id))),
+            Route::Models => Ok(TakenIn::Models(holder, None)),
+            Route::Model(id) => Ok(TakenIn::Models(holder, Some(id))),
             Route::Stored(_) => Ok(TakenIn::Stored),
             Route::Engine => {
                 let limits = **self.limits.load();
@@ -445,19 +448,24 @@ impl Proxy {
         }
     }
 
-    /// The list of models, or the one with this id.
-    fn models(&self, id: Option<&str>) -> Result<Response<Bytes>, ProxyError> {
+    /// The list of models that the key may use, or the one with this id.
+    fn models(&self, holder: &Holder, id: Option<&str>) -> Result<Response<Bytes>, ProxyError> {
         let registry = self.view.registry();
         if !self.startup.has_caught_up() && models::is_empty(&registry, &self.backends) {
             return Err(ProxyError::Starting);
         }
         let body = match id {
-            None => models::list(&registry, &self.backends),
-            Some(id) => models::one(&registry, &self.backends, id).ok_or_else(|| {
-                ProxyError::UnknownModel {
-                    model: forward::shown(id),
-                }
-            })?,
+            None => models::list(&registry, &self.backends, &|model| {
+                holder.allows_model(model)
+            }),
+            Some(id) => {
+                holder.check_model(id)?;
+                models::one(&registry, &self.backends, id).ok_or_else(|| {
+                    ProxyError::UnknownModel {
+                        model: models::shown_model(id),
+                    }
+                })?
+            }
         };
         let mut response = Response::new(body);
         let json = HeaderValue::from_static("application/json");

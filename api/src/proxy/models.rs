@@ -81,9 +81,14 @@ pub(super) fn is_empty(registry: &Registry, backends: &Backends) -> bool {
     union(registry, backends).is_empty()
 }
 
-/// The list in OpenAI's shape, ordered by id.
-pub(super) fn list(registry: &Registry, backends: &Backends) -> Bytes {
-    let data = union(registry, backends).into_values().collect();
+/// The list in OpenAI's shape, ordered by id, of those that the client may use.
+pub(super) fn list(
+    registry: &Registry,
+    backends: &Backends,
+    is_allowed: &dyn Fn(&str) -> bool,
+) -> Bytes {
+    let all = union(registry, backends).into_values();
+    let data = all.filter(|entry| is_allowed(entry.id)).collect();
     let list = ModelListBody {
         object: "list",
         data,
@@ -101,6 +106,11 @@ pub(super) fn one(registry: &Registry, backends: &Backends, id: &str) -> Option<
             .expect("texts, numbers and JSON values serialise")
             .into(),
     )
+}
+
+/// A model's name as an error repeats it.
+pub(super) fn shown_model(model: &str) -> String {
+    model[..model.floor_char_boundary(state::command::NAME_BYTES_MAX)].to_owned()
 }
 
 /// Whether a registered backend names the model, or lists it where it serves all that it lists.

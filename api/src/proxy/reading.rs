@@ -13,6 +13,7 @@ use http::{HeaderMap, HeaderValue, Method, Version};
 use state::StateView;
 use state::ids::Slot;
 
+use super::cluster_keys::ClusterKeys;
 use super::deadline;
 use super::encoding::BodyEncoding;
 use super::headers::told_request_id;
@@ -30,6 +31,7 @@ pub struct RequestReader {
     reader: Arc<PromptReader>,
     decider: Arc<Decider>,
     view: Arc<StateView>,
+    keys: ClusterKeys,
     settings: Arc<ProxySettings>,
 }
 
@@ -102,6 +104,7 @@ impl RequestReader {
             reader: Arc::clone(router.reader()),
             decider: Arc::clone(router.decider()),
             view: Arc::clone(router.view()),
+            keys: ClusterKeys::new(router.view()),
             settings,
         }
     }
@@ -126,11 +129,13 @@ impl RequestReader {
         refuse_websocket(head.headers)?;
         let holder = match head.origin {
             RequestOrigin::Address(_) | RequestOrigin::TrustedProxy => {
-                check_key(&self.settings, head.headers)?
+                let of_cluster = |key: &[u8]| self.keys.holder(&self.settings.keys, key);
+                check_key(&self.settings, head.headers, of_cluster)?
             }
             RequestOrigin::User(_) => Holder::Unchecked,
         };
         let route = route(&self.settings, head.method, head.path)?;
+        holder.check_path(head.path)?;
         Ok((holder, route))
     }
 
@@ -148,6 +153,7 @@ impl RequestReader {
             identity,
             ids,
         } = self.understand(head, body).await?;
+        holder.check_model(&parsed.model)?;
         let hashing = || self.view.registry().hashing();
         let client = Client {
             holder,

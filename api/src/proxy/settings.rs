@@ -14,6 +14,7 @@ use super::expose::Expose;
 use super::fields::{FieldRules, HeaderRules};
 use super::keys::ApiKeys;
 use super::splice::UsageRequest;
+use crate::api_keys::KeyRules;
 use crate::backends::pool::PoolSettings;
 use crate::ip_prefix::IpPrefix;
 
@@ -38,9 +39,11 @@ pub struct ProxySettings {
     /// Addresses that speak for many clients, such as load balancers: what they say of users is
     /// believed, and limits per client address do not hold for them.
     pub trusted_proxies: Vec<IpPrefix>,
-    /// The only keys that are served; they stay here. `None`: keys are not checked, and go on to
-    /// the engine, which may check them.
+    /// The only keys that are served beside the cluster's; they stay here. `None`: other keys are
+    /// not checked, and go on to the engine, which may check them.
     pub api_keys: Option<ApiKeys>,
+    /// How keys of the cluster are judged.
+    pub keys: KeyRules,
     /// Fields of bodies that are refused or stripped.
     pub fields: FieldRules,
     /// Headers that do not reach engines.
@@ -217,6 +220,7 @@ impl ProxySettings {
             ],
             trusted_proxies: IpPrefix::LOOPBACK.to_vec(),
             api_keys: None,
+            keys: KeyRules::default(),
             fields: FieldRules::default(),
             strip_headers: HeaderRules::default(),
             retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],

@@ -263,6 +263,11 @@ impl Fleet {
         );
     }
 
+    /// What names and secrets are hashed under.
+    pub(crate) fn hash_seed(&self) -> u64 {
+        self.registry().hash_seed
+    }
+
     fn registry(&self) -> Arc<Registry> {
         self.router.view().registry()
     }
@@ -383,6 +388,7 @@ fn admin(
         digests: Arc::default(),
         outbox: Arc::clone(router.outbox()),
         lifecycle: Lifecycle::default(),
+        keys: api::api_keys::KeyRules::default(),
         is_insecure: false,
     };
     api::admin::router(Arc::new(Admin {

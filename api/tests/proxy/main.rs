@@ -9,6 +9,7 @@ mod bad_input;
 mod charging;
 mod client;
 mod clients;
+mod cluster_keys;
 mod commands;
 mod decisions;
 mod descriptors;

@@ -116,6 +116,11 @@ fn every_route_asks_for_a_role() {
         PUT /admin/v1/users/{name}: operator
         DELETE /admin/v1/users/{name}: operator
         POST /admin/v1/users/{name}/forgive: operator
+        GET /admin/v1/keys: viewer
+        POST /admin/v1/keys: operator
+        GET /admin/v1/keys/{id}: viewer
+        DELETE /admin/v1/keys/{id}: operator
+        POST /admin/v1/keys/{id}/rotate: operator
         GET /admin/v1/ownership: viewer
         GET /admin/v1/blocks/{hash}: viewer
         POST /admin/v1/explain: viewer

@@ -3,6 +3,7 @@
 
 mod backups;
 mod gate;
+mod keys;
 mod origins;
 mod probes;
 mod reads;
@@ -25,6 +26,7 @@ use tower::ServiceExt;
 
 use super::*;
 use crate::admission::Admission;
+use crate::api_keys::KeyRules;
 use crate::backends::{Health, ProbeSettings};
 use crate::clock::Clock;
 use crate::ports::{BoxFuture, ChangeError, ClusterStatus, MemberStatus, ProposeError};
@@ -243,6 +245,7 @@ impl Bench {
             digests: Arc::clone(&digests),
             outbox: Arc::clone(router.outbox()),
             lifecycle: Lifecycle::default(),
+            keys: KeyRules::default(),
             is_insecure: false,
         });
         let admin = Arc::new(Admin {

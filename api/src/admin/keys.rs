@@ -1,0 +1,293 @@
+//! API keys: created, listed, rotated, revoked. A secret is drawn here, answered once, and kept
+//! nowhere: what goes into the log is its hash.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use state::command::Command;
+use state::ids::{ApiKeyId, LogIndex};
+use state::keys::{ApiKey, ApiKeySpec, EXPIRY_MS_MAX};
+
+use super::AdminState;
+use super::answer::{
+    Json, ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, commit, json, name_of,
+    submit, written_as,
+};
+use super::problem::{invalid, not_found};
+use crate::api_keys::{NewSecret, draw_id};
+use crate::error::Problem;
+
+/// A key as it is shown: without its secret, and without the hash of it.
+#[derive(Serialize)]
+struct ApiKeyDetail {
+    id: String,
+    name: String,
+    user: String,
+    /// `live` or `expired`.
+    state: &'static str,
+    created_at: String,
+    /// `null`: it does not expire.
+    expires_at: Option<String>,
+    rotated_at: Option<String>,
+    /// Until when the secret before the last rotation is taken.
+    former_until: Option<String>,
+    /// Empty: all.
+    models: Vec<String>,
+    /// Empty: all.
+    scopes: Vec<String>,
+}
+
+impl ApiKeyDetail {
+    fn of(key: &ApiKey, calendar_ms: u64) -> Self {
+        let is_expired = key.is_expired(calendar_ms);
+        let former = key.former.filter(|it| it.until_ms > calendar_ms);
+        Self {
+            id: key.spec.id.to_string(),
+            name: key.spec.name.clone(),
+            user: key.spec.user.clone(),
+            state: if is_expired { "expired" } else { "live" },
+            created_at: date(key.created_at_ms),
+            expires_at: key.spec.expires_at_ms.map(date),
+            rotated_at: key.rotated_at_ms.map(date),
+            former_until: former.map(|it| date(it.until_ms)),
+            models: key.spec.models.clone(),
+            scopes: key.spec.scopes.clone(),
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct KeyList {
+    index: LogIndex,
+    keys: Vec<ApiKeyDetail>,
+    /// Value of `cursor` for the next page; absent at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next_cursor: Option<String>,
+}
+
+#[derive(Serialize)]
+struct KeyResponse {
+    index: LogIndex,
+    #[serde(flatten)]
+    key: ApiKeyDetail,
+}
+
+/// A secret, this once.
+#[derive(Serialize)]
+struct SecretResponse<'a> {
+    index: LogIndex,
+    outcome: &'static str,
+    id: String,
+    secret: &'a str,
+}
+
+/// Query parameters of the list.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct KeysQuery {
+    #[serde(default)]
+    read: ReadLevel,
+    limit: Option<usize>,
+    cursor: Option<String>,
+    /// Only keys of this user.
+    user: Option<String>,
+}
+
+pub(super) async fn list(
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<KeysQuery>,
+) -> Result<Response, Problem> {
+    let after = query.cursor.as_deref();
+    let after = after.map(|cursor| id_of("cursor", cursor)).transpose()?;
+    let page = ListQuery {
+        read: query.read,
+        limit: query.limit,
+        cursor: None,
+    };
+    let limit = page.limit()?;
+    at_level(&admin, query.read).await?;
+    let index = admin.view.applied();
+    let calendar_ms = admin.view.calendar_ms();
+    let all = admin.view.keys();
+    let wanted = all.after(after).filter(|key| {
+        let user = query.user.as_ref();
+        user.is_none_or(|user| key.spec.user == *user)
+    });
+    // One more than requested shows whether there are more.
+    let mut keys: Vec<_> = wanted
+        .take(limit + 1)
+        .map(|key| ApiKeyDetail::of(key, calendar_ms))
+        .collect();
+    let mut next_cursor = None;
+    if keys.len() > limit {
+        keys.truncate(limit);
+        next_cursor = keys.last().map(|key| key.id.clone());
+    }
+    Ok(json(&KeyList {
+        index,
+        keys,
+        next_cursor,
+    }))
+}
+
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    PathParam(id): PathParam<String>,
+    QueryParams(query): QueryParams<ReadQuery>,
+) -> Result<Response, Problem> {
+    let id = id_of("id", &id)?;
+    at_level(&admin, query.read).await?;
+    let index = admin.view.applied();
+    let keys = admin.view.keys();
+    let key = keys
+        .get(id)
+        .ok_or_else(|| not_found(format!("no API key has the id {id}")))?;
+    let key = ApiKeyDetail::of(key, admin.view.calendar_ms());
+    Ok(json(&KeyResponse { index, key }))
+}
+
+/// A key as asked for.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct CreateKeyBody {
+    user: String,
+    /// The user's if absent.
+    name: Option<String>,
+    expires_at: Option<Date>,
+    #[serde(default)]
+    models: Vec<String>,
+    #[serde(default)]
+    scopes: Vec<String>,
+}
+
+/// A point in time, as RFC 3339 or in Unix seconds.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Date {
+    Text(String),
+    Seconds(u64),
+}
+
+impl Date {
+    fn unix_ms(&self) -> Result<u64, Problem> {
+        match self {
+            Self::Seconds(seconds) => Ok(seconds.saturating_mul(1000)),
+            Self::Text(text) => {
+                let at = humantime::parse_rfc3339_weak(text).ok();
+                let since = at.and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+                let ms = since.and_then(|it| u64::try_from(it.as_millis()).ok());
+                ms.ok_or_else(|| {
+                    let expected = "expected a date such as \"2027-01-31T12:00:00Z\"";
+                    invalid("expires_at", format!("{text:?}, {expected}"))
+                })
+            }
+        }
+    }
+}
+
+pub(super) async fn create(
+    State(admin): State<AdminState>,
+    Json(body): Json<CreateKeyBody>,
+) -> Result<Response, Problem> {
+    name_of("user", &body.user)?;
+    let name = body.name.unwrap_or_else(|| body.user.clone());
+    name_of("name", &name)?;
+    for model in &body.models {
+        name_of("models", model)?;
+    }
+    for scope in &body.scopes {
+        name_of("scopes", scope)?;
+    }
+    let expires_at_ms = body.expires_at.as_ref().map(Date::unix_ms).transpose()?;
+    let (id, secret) = (draw_id(), NewSecret::draw());
+    let spec = ApiKeySpec {
+        id,
+        secret: secret.hash(admin.view.registry().hash_seed),
+        name,
+        user: body.user,
+        expires_at_ms,
+        models: body.models,
+        scopes: body.scopes,
+    };
+    let written = commit(&admin, Command::CreateKey(Box::new(spec))).await;
+    told_once(written, id, &secret)
+}
+
+/// Query parameters of a rotation.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct RotateQuery {
+    /// How long the present secret is still taken; absent: not at all.
+    grace: Option<String>,
+}
+
+pub(super) async fn rotate(
+    State(admin): State<AdminState>,
+    PathParam(id): PathParam<String>,
+    QueryParams(query): QueryParams<RotateQuery>,
+) -> Result<Response, Problem> {
+    let id = id_of("id", &id)?;
+    let grace = match &query.grace {
+        None => Duration::ZERO,
+        Some(text) => humantime::parse_duration(text).map_err(|_| {
+            let expected = "expected a duration such as \"1h\" or \"30m\"";
+            invalid("grace", format!("{text:?}, {expected}"))
+        })?,
+    };
+    let secret = NewSecret::draw();
+    let rotate = Command::RotateKey {
+        id,
+        secret: secret.hash(admin.view.registry().hash_seed),
+        grace_ms: u64::try_from(grace.as_millis()).unwrap_or(u64::MAX),
+    };
+    let written = commit(&admin, rotate).await;
+    told_once(written, id, &secret)
+}
+
+pub(super) async fn revoke(
+    State(admin): State<AdminState>,
+    PathParam(id): PathParam<String>,
+) -> Result<Response, Problem> {
+    let id = id_of("id", &id)?;
+    submit(&admin, Command::RevokeKey { id }).await
+}
+
+/// Answers with the secret if it is known to be the key's. Otherwise nobody gets to know it, and
+/// the id is what the key can be revoked by, if it is there.
+fn told_once(
+    written: Result<LogIndex, Problem>,
+    id: ApiKeyId,
+    secret: &NewSecret,
+) -> Result<Response, Problem> {
+    let id = id.to_string();
+    match written {
+        Ok(index) => {
+            let answer = SecretResponse {
+                index,
+                outcome: "committed",
+                id,
+                secret: secret.text(),
+            };
+            Ok(written_as(index, &answer))
+        }
+        Err(problem) => Err(problem.member("id", id)),
+    }
+}
+
+fn id_of(field: &str, text: &str) -> Result<ApiKeyId, Problem> {
+    let id = (text.len() == 16).then(|| u64::from_str_radix(text, 16).ok());
+    id.flatten().map(ApiKeyId).ok_or_else(|| {
+        invalid(
+            field,
+            format!("{text:?}, expected the 16 hex digits of a key's id"),
+        )
+    })
+}
+
+/// A date as RFC 3339.
+fn date(unix_ms: u64) -> String {
+    let at: SystemTime = UNIX_EPOCH + Duration::from_millis(unix_ms.min(EXPIRY_MS_MAX));
+    humantime::format_rfc3339_seconds(at).to_string()
+}

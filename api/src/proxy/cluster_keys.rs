@@ -1,0 +1,101 @@
+//! Keys of the cluster on the data plane: whose a key is, and what it may be used for.
+//!
+//! A request costs one hash and two looks into the published list, whatever the number of keys, and
+//! takes no lock (ADR 0067).
+
+use std::sync::Arc;
+
+use state::StateView;
+use state::keys::{ApiKey, FoundKey};
+
+use super::keys::Holder;
+use super::models::shown_model;
+use crate::api_keys::{KeyRules, secret_hash};
+use crate::clock::LogTime;
+use crate::error::ProxyError;
+
+/// Most bytes of models or paths that a refusal lists.
+const LISTED_BYTES_MAX: usize = 512;
+
+/// The cluster's keys, as the data plane asks for them.
+pub(super) struct ClusterKeys {
+    view: Arc<StateView>,
+    /// The cluster's calendar, also between two commands.
+    calendar: LogTime,
+}
+
+impl ClusterKeys {
+    pub(super) fn new(view: &Arc<StateView>) -> Self {
+        Self {
+            view: Arc::clone(view),
+            calendar: LogTime::default(),
+        }
+    }
+
+    /// Whose key this is, which has the form of the cluster's keys.
+    pub(super) fn holder(&self, rules: &KeyRules, key: &[u8]) -> Result<Holder, ProxyError> {
+        if rules.refuses() {
+            return Err(ProxyError::StaleKeys);
+        }
+        let secret = secret_hash(self.view.registry().hash_seed, key);
+        let calendar_ms = self.calendar.present_ms(self.view.calendar_ms());
+        match self.view.keys().find(&secret, calendar_ms) {
+            FoundKey::Live(key) => Ok(Holder::Cluster(key)),
+            FoundKey::Expired => Err(ProxyError::ExpiredKey),
+            FoundKey::Unknown => Err(ProxyError::BadKey),
+        }
+    }
+}
+
+impl Holder {
+    fn key(&self) -> Option<&ApiKey> {
+        match self {
+            Self::Cluster(key) => Some(key),
+            Self::Unchecked | Self::Unnamed | Self::Named(_) => None,
+        }
+    }
+
+    /// Whether the key, if it is the cluster's, may use this model.
+    pub(super) fn allows_model(&self, model: &str) -> bool {
+        self.key().is_none_or(|key| key.allows_model(model))
+    }
+
+    /// Refuses a path that the key may not use.
+    pub(super) fn check_path(&self, path: &str) -> Result<(), ProxyError> {
+        match self.key() {
+            Some(key) if !key.allows_path(path) => Err(ProxyError::PathNotAllowed {
+                allowed: listed(&key.spec.scopes),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a model that the key may not use.
+    pub(super) fn check_model(&self, model: &str) -> Result<(), ProxyError> {
+        match self.key() {
+            Some(key) if !key.allows_model(model) => Err(ProxyError::ModelNotAllowed {
+                model: shown_model(model),
+                allowed: listed(&key.spec.models),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Lists names for people, within bounds.
+fn listed(names: &[String]) -> String {
+    let mut text = String::new();
+    for name in names {
+        if text.len() + name.len() > LISTED_BYTES_MAX {
+            text.push_str(", ...");
+            break;
+        }
+        if !text.is_empty() {
+            text.push_str(", ");
+        }
+        text.push('`');
+        text.push_str(name);
+        text.push('`');
+    }
+    text
+}

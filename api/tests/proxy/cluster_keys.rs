@@ -1,0 +1,189 @@
+//! Keys of the cluster on the data plane: who is served, as whom, and with what (I101).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::api_keys::{ListAge, NewSecret, WhenStale, draw_id};
+use api::proxy::{ApiKeys, ProxySettings};
+use serde_json::json;
+use state::command::Command;
+use state::ids::{ApiKeyId, ReplicaId};
+use state::keys::ApiKeySpec;
+
+use super::client::{Answer, post};
+use super::engine::{Engine, json as answer_json};
+use super::fleet::Fleet;
+
+/// The replicated time of the fleet's commands.
+const NOW_MS: u64 = 1;
+
+struct Key {
+    id: ApiKeyId,
+    secret: NewSecret,
+}
+
+/// Creates a key of ada's.
+fn created(fleet: &Fleet, change: impl FnOnce(&mut ApiKeySpec)) -> Key {
+    let (id, secret) = (draw_id(), NewSecret::draw());
+    let mut spec = ApiKeySpec {
+        id,
+        secret: secret.hash(fleet.hash_seed()),
+        name: "test".to_owned(),
+        user: "ada".to_owned(),
+        ..ApiKeySpec::default()
+    };
+    change(&mut spec);
+    fleet.apply(Command::CreateKey(Box::new(spec)));
+    Key { id, secret }
+}
+
+/// Asks for a completion with these header lines.
+async fn ask(fleet: &Fleet, path: &str, model: &str, headers: &str) -> Answer {
+    let body = json!({"model": model, "prompt": "hello", "input": "hello", "user": "body"});
+    let headers = format!("content-type: application/json\r\n{headers}");
+    let request = post(path, &headers, &body.to_string());
+    fleet.client().await.ask(request).await
+}
+
+async fn with(fleet: &Fleet, key: &NewSecret) -> Answer {
+    let bearer = format!("authorization: Bearer {}\r\n", key.text());
+    ask(fleet, "/v1/completions", "m", &bearer).await
+}
+
+#[tokio::test]
+async fn a_revoked_key_is_refused_by_every_replica_and_ends_with_its_grace() {
+    let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
+    let settings = [1, 2].map(|id| ProxySettings::new(ReplicaId(id)));
+    let fleets = Fleet::replicas(&[&engine], settings.into()).await;
+    let key = created(&fleets[0], |_| {});
+    for fleet in &fleets {
+        assert_eq!(with(fleet, &key.secret).await.status, 200);
+    }
+    let second = NewSecret::draw();
+    let rotate = |secret: &NewSecret, grace_ms| Command::RotateKey {
+        id: key.id,
+        secret: secret.hash(fleets[0].hash_seed()),
+        grace_ms,
+    };
+    fleets[0].apply(rotate(&second, 3_600_000));
+    for secret in [&key.secret, &second] {
+        assert_eq!(with(&fleets[1], secret).await.status, 200);
+    }
+    let third = NewSecret::draw();
+    fleets[1].apply(rotate(&third, 0));
+    with(&fleets[0], &second)
+        .await
+        .refuses(401, "invalid_api_key");
+    assert_eq!(with(&fleets[0], &third).await.status, 200);
+    fleets[1].apply(Command::RevokeKey { id: key.id });
+    for fleet in &fleets {
+        // Though no keys are required here.
+        with(fleet, &third).await.refuses(401, "invalid_api_key");
+    }
+}
+
+#[tokio::test]
+async fn a_keys_user_wins_and_the_engine_sees_no_key() {
+    let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let key = created(&fleet, |_| {});
+    let secret = key.secret.text();
+    for line in [
+        format!("authorization: Bearer {secret}\r\n"),
+        format!("x-api-key: {secret}\r\n"),
+    ] {
+        // Loopback is trusted to name users, and keys stand above that.
+        let headers = format!("{line}x-quorate-user: head\r\n");
+        let answer = ask(&fleet, "/v1/completions", "m", &headers).await;
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        fleet.is_idle().await;
+        let request = engine.requests().pop().unwrap();
+        assert!(!request.contains(secret), "{request}");
+    }
+    let (_, decisions) = fleet
+        .call("GET", "/admin/v1/decisions?user=ada", &json!({}))
+        .await;
+    let found = decisions["decisions"].as_array().expect("a list");
+    assert_eq!(found.len(), 2, "{decisions}");
+}
+
+#[tokio::test]
+async fn a_key_is_for_its_models_and_paths_until_it_expires() {
+    let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let key = created(&fleet, |spec| {
+        spec.models = vec!["other*".to_owned()];
+        spec.scopes = vec!["/v1/completions".to_owned(), "/v1/models".to_owned()];
+    });
+    let bearer = format!("authorization: Bearer {}\r\n", key.secret.text());
+    let answer = ask(&fleet, "/v1/completions", "m", &bearer).await;
+    answer.refuses(403, "model_not_allowed");
+    assert!(answer.body.contains("`other*`"), "{}", answer.body);
+    let answer = ask(&fleet, "/v1/embeddings", "m", &bearer).await;
+    answer.refuses(403, "path_not_allowed");
+    assert!(answer.body.contains("`/v1/completions`"), "{}", answer.body);
+    let models = format!("GET /v1/models HTTP/1.1\r\nhost: router\r\n{bearer}\r\n");
+    let listed = fleet.client().await.ask(models).await;
+    let listed: serde_json::Value = serde_json::from_str(&listed.body).unwrap();
+    assert_eq!(listed["data"], json!([]));
+    let brief = created(&fleet, |spec| spec.expires_at_ms = Some(NOW_MS + 1));
+    tokio::time::timeout(Duration::from_secs(10), async {
+        while with(&fleet, &brief.secret).await.status == 200 {}
+    })
+    .await
+    .unwrap();
+    with(&fleet, &brief.secret)
+        .await
+        .refuses(401, "expired_api_key");
+}
+
+#[tokio::test]
+async fn where_keys_are_required_others_are_refused_and_a_file_works_besides() {
+    let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        settings.keys.is_required = true;
+    })
+    .await;
+    let key = created(&fleet, |_| {});
+    assert_eq!(with(&fleet, &key.secret).await.status, 200);
+    for headers in [
+        "",
+        "authorization: Bearer sk-file\r\n",
+        "x-quorate-user: ada\r\n",
+    ] {
+        let answer = ask(&fleet, "/v1/completions", "m", headers).await;
+        answer.refuses(401, "invalid_api_key");
+    }
+    let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+        let mut keys = ApiKeys::default();
+        keys.add("sk-file", Some("bob".to_owned()));
+        settings.api_keys = Some(keys);
+    })
+    .await;
+    let key = created(&fleet, |_| {});
+    assert_eq!(with(&fleet, &key.secret).await.status, 200);
+    let filed = "authorization: Bearer sk-file\r\n";
+    assert_eq!(ask(&fleet, "/v1/completions", "m", filed).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_stale_list_is_followed_or_not_as_the_config_says() {
+    let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
+    for (when_stale, status) in [(WhenStale::Serve, 200), (WhenStale::Refuse, 503)] {
+        let list = Arc::new(ListAge::unconfirmed());
+        let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
+            settings.keys.when_stale = when_stale;
+            settings.keys.list = Arc::clone(&list);
+        })
+        .await;
+        let key = created(&fleet, |_| {});
+        let answer = with(&fleet, &key.secret).await;
+        assert_eq!(answer.status, status, "{}", answer.body);
+        if status == 503 {
+            answer.refuses(503, "api_keys_stale");
+            assert_eq!(answer.header("retry-after"), Some("1"));
+        }
+        list.note(true);
+        assert_eq!(with(&fleet, &key.secret).await.status, 200);
+    }
+}
