@@ -187,8 +187,7 @@ fn cluster(count: usize, engines: &[EngineHandle], dir: &TempDir) -> Vec<Replica
         .iter()
         .map(|bound| bound.addresses().unwrap().peer.to_string())
         .collect();
-    let start =
-        |(nth, sockets)| Replica::run(config(nth + 1, &peers, engines, dir.path()), sockets);
+    let start = |(nth, bound)| Replica::run(config(nth + 1, &peers, engines, dir.path()), bound);
     sockets.into_iter().enumerate().map(start).collect()
 }
 

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::sync::Arc;
 
+use api::api_keys::{KeyRules, ListAge};
 use api::backends::ProbeSettings;
 use api::clock::Clock;
 use api::proxy::{AllowedOrigins, IpPrefix, ProxyLimits, ProxySettings};
@@ -181,13 +183,25 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings
 }
 
+/// Returns how keys of the cluster are judged, with a list that nobody has confirmed yet.
+#[must_use]
+pub(super) fn key_rules(users: &config::UsersConfig) -> KeyRules {
+    KeyRules {
+        is_required: users.require_key,
+        when_stale: users.when_stale,
+        stale_after: *users.stale_after,
+        list: Arc::new(ListAge::unconfirmed()),
+    }
+}
+
 /// Warns if clients choose their own user names.
 pub(super) fn tell_of_names(config: &Config) {
     let is_unset = config::values(&config.users.trusted_proxies) == IpPrefix::LOOPBACK;
-    if config.api_keys.is_none() && is_unset && !config.listen.data.ip().is_loopback() {
+    let are_checked = config.api_keys.is_some() || config.users.require_key;
+    if !are_checked && is_unset && !config.listen.data.ip().is_loopback() {
         tracing::warn!(
             "fairness and limits hold between names, and clients name themselves: no keys are checked \
-             (users.api_keys_file) and no proxy is trusted but on this host (users.trusted_proxies)"
+             (users.require_key, users.api_keys_file) and no proxy is trusted but on this host (users.trusted_proxies)"
         );
     }
 }

@@ -5,12 +5,15 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use api::admin::{self, Admin, CertifiedOperators, ReloadRequests};
+use api::api_keys::KeyRules;
 use api::backends::{EngineDialer, Hooks};
 use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
 use api::metrics::Metrics;
 use api::ports::Cluster;
-use api::proxy::{DecisionLog, DrainResult, Proxy, ProxyMetrics, RequestReader, Server};
+use api::proxy::{
+    DecisionLog, DrainResult, Proxy, ProxyMetrics, ProxySettings, RequestReader, Server,
+};
 use api::readiness::{Lifecycle, ReadinessCheck};
 use api::settings::SharedFileSettings;
 use api::tls::CertificateMetrics;
@@ -31,7 +34,7 @@ use super::shutdown::ShutdownHandle;
 use super::sockets::Addresses;
 use super::tls::ReplicaCertificates;
 use super::warmup::warm_up;
-use super::{events, formation};
+use super::{events, formation, key_list};
 use crate::config::{Config, DrainConfig, Parsed};
 use crate::process;
 
@@ -104,7 +107,8 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let metrics = metrics(&core, &tls);
     formation::tell_of_names(&config);
     tell_if_insecure(&config);
-    let readiness = readiness(&core, &config, lifecycle.clone());
+    let keys = key_rules(&core, &config);
+    let readiness = readiness(&core, &config, (lifecycle.clone(), keys));
     let proxy = proxy(&core, &config, &metrics, &readiness);
     let reading = (Arc::clone(proxy.requests()), Arc::clone(proxy.decisions()));
     let drain = Arc::new(ArcSwap::from_pointee(config.drain.clone()));
@@ -195,7 +199,19 @@ fn follow_files(core: &ReplicaCore, config: &Config, tls: &ReplicaCertificates) 
     }
 }
 
-fn readiness(core: &ReplicaCore, config: &Config, lifecycle: Lifecycle) -> Arc<ReadinessCheck> {
+/// How keys of the cluster are judged, by a list whose age is followed from here on.
+fn key_rules(core: &ReplicaCore, config: &Config) -> KeyRules {
+    let rules = formation::key_rules(&config.users);
+    let (status, list) = (core.replica().watch(), Arc::clone(&rules.list));
+    core.beside(key_list::follow(status, list, core.stopping()));
+    rules
+}
+
+fn readiness(
+    core: &ReplicaCore,
+    config: &Config,
+    (lifecycle, keys): (Lifecycle, KeyRules),
+) -> Arc<ReadinessCheck> {
     Arc::new(ReadinessCheck {
         cluster: core.cluster(),
         view: Arc::clone(core.view()),
@@ -203,6 +219,7 @@ fn readiness(core: &ReplicaCore, config: &Config, lifecycle: Lifecycle) -> Arc<R
         digests: Arc::clone(core.digests()),
         outbox: Arc::clone(core.router().outbox()),
         lifecycle,
+        keys,
         is_insecure: config.insecure,
     })
 }
@@ -219,7 +236,10 @@ fn proxy(
         core.router(),
         Arc::clone(core.admission()),
         Arc::clone(core.backends()),
-        formation::proxy_settings(config),
+        ProxySettings {
+            keys: readiness.keys.clone(),
+            ..formation::proxy_settings(config)
+        },
         metrics,
     );
     Arc::new(proxy.ready_by(Arc::clone(readiness)))

@@ -13,6 +13,7 @@ mod events;
 mod explain;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod keys;
 mod log;
 mod man;
 mod policy;
@@ -85,6 +86,9 @@ enum CliCommand {
     User(users::UserCommand),
     /// List users: short for `user list`
     Users(read::ReadArgs),
+    /// Make, list, rotate or revoke API keys of clients
+    #[command(subcommand)]
+    Key(keys::KeyCommand),
     /// Show or replace the routing policy
     #[command(subcommand)]
     Policy(policy::PolicyCommand),
@@ -190,6 +194,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::Backend(command) => block_on(backends::run(command)),
         CliCommand::Backends(args) => block_on(backends::list(args)),
         CliCommand::User(command) => block_on(users::run(command)),
+        CliCommand::Key(command) => block_on(keys::run(command)),
         CliCommand::Users(args) => block_on(users::list(args)),
         CliCommand::Policy(command) => block_on(policy::policy(command)),
         CliCommand::Routing(command) => block_on(policy::settings("routing", command)),

@@ -3,7 +3,7 @@
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, anyhow};
@@ -39,13 +39,18 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
         terminal::print(format_args!("token  {}\nline   {}", made.secret, made.line))?;
         return Ok(ExitCode::SUCCESS);
     };
+    write_secret(&out, &made.secret)?;
+    terminal::print(made.line)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Writes a secret to a new file that only its owner can read.
+pub(super) fn write_secret(out: &Path, secret: &str) -> anyhow::Result<()> {
     let file = OpenOptions::new()
         .write(true)
         .create_new(true)
         .mode(0o600)
-        .open(&out);
-    let written = file.and_then(|mut file| writeln!(file, "{}", made.secret));
-    written.with_context(|| format!("write {}", out.display()))?;
-    terminal::print(made.line)?;
-    Ok(ExitCode::SUCCESS)
+        .open(out);
+    let written = file.and_then(|mut file| writeln!(file, "{secret}"));
+    written.with_context(|| format!("write {}", out.display()))
 }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use api::api_keys::WhenStale;
 use api::proxy::{
     Charges, Expose, IpPrefix, LoggedRequests, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS,
     UsageRequest,
@@ -86,8 +87,18 @@ pub struct UsersConfig {
     pub trusted_proxies: Vec<Parsed<Prefix>>,
     /// File with the accepted API keys, one per line, optionally followed by the user the key
     /// belongs to. Keys are not forwarded to engines. Reloaded when it changes. Without it any key
-    /// is accepted and forwarded to the engine, which may check it.
+    /// is accepted and forwarded to the engine, which may check it, unless `require_key` is set.
+    /// Keys of the cluster (`quorate key create`, `qk-...`) are accepted besides.
     pub api_keys_file: Option<PathBuf>,
+    /// Refuse requests without a key of the cluster or of `api_keys_file`.
+    pub require_key: bool,
+    /// What becomes of requests with a key of the cluster while this replica is cut off from it for
+    /// longer than `stale_after`: `serve` or `refuse` (503, and the replica is not ready).
+    pub when_stale: WhenStale,
+    /// How long this replica may be cut off before its list of the cluster's keys is stale. After a
+    /// restart it is stale until the cluster was heard.
+    #[default(ms(10_000))]
+    pub stale_after: Parsed<SpanOrZero>,
     /// When an answer's end reaches its client: `asynchronous`, at once (a replica that dies loses
     /// the charges of its last `cluster.flush_interval`), or `durable`, when its charge is committed
     /// (docs/guide/admission.md).

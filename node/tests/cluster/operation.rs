@@ -1,5 +1,8 @@
 //! What an operator sees of the other replicas, and of one that cannot get in.
 
+#[path = "keys.rs"]
+mod api_keys;
+
 use super::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,0 +1,197 @@
+//! `quorate key ...`: API keys of the cluster.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime};
+
+use anyhow::bail;
+use clap::Subcommand;
+use http::Method;
+use lab::terminal::{self, FittedTable, column};
+use serde_json::{Value, json};
+
+use super::client::encoded;
+use super::edit::WriteArgs;
+use super::read::{ReadArgs, print_json};
+use super::table::cell;
+use super::token::write_secret;
+
+/// What to do with API keys.
+#[derive(Debug, Subcommand)]
+pub(super) enum KeyCommand {
+    /// Make a key: prints its secret, which is kept nowhere
+    Create(CreateKeyArgs),
+    /// List keys; secrets are not shown
+    List {
+        /// Only keys of this user
+        #[arg(long, value_name = "NAME")]
+        user: Option<String>,
+        #[command(flatten)]
+        read: ReadArgs,
+    },
+    /// Revoke a key: no replica serves it from here on
+    Revoke {
+        /// Id of the key
+        id: String,
+        #[command(flatten)]
+        write: WriteArgs,
+    },
+    /// Give a key another secret, and print that
+    Rotate {
+        /// Id of the key
+        id: String,
+        /// How long the present secret is still taken, such as `1h`; not at all without it
+        #[arg(long, value_name = "DURATION")]
+        grace: Option<String>,
+        #[command(flatten)]
+        told: SecretArgs,
+    },
+}
+
+/// `quorate key create`.
+#[derive(Debug, clap::Args)]
+pub(super) struct CreateKeyArgs {
+    /// User whose requests come with it
+    user: String,
+    /// What people call the key; the user's name without it
+    #[arg(long)]
+    name: Option<String>,
+    /// When it ends, such as `2027-01-31T12:00:00Z`
+    #[arg(long, value_name = "DATE", conflicts_with = "expires_in")]
+    expires_at: Option<String>,
+    /// After which time it ends, such as `30d`
+    #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
+    expires_in: Option<Duration>,
+    /// A model that it may use, or the beginning of names and `*`; may be repeated. Without it: all
+    #[arg(long = "model", value_name = "MODEL")]
+    models: Vec<String>,
+    /// A path that it may use, or the beginning of paths and `*`; may be repeated. Without it: all
+    #[arg(long = "scope", value_name = "PATH")]
+    scopes: Vec<String>,
+    #[command(flatten)]
+    told: SecretArgs,
+}
+
+/// Where a secret goes.
+#[derive(Debug, clap::Args)]
+pub(super) struct SecretArgs {
+    /// Write the secret to this new file instead of printing it
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    #[command(flatten)]
+    write: WriteArgs,
+}
+
+/// Runs `quorate key ...`.
+pub(super) async fn run(command: KeyCommand) -> anyhow::Result<ExitCode> {
+    match command {
+        KeyCommand::Create(args) => create(args).await,
+        KeyCommand::List { user, read } => list(user.as_deref(), &read).await,
+        KeyCommand::Revoke { id, write } => {
+            let path = path_of(&id);
+            let answer = write.target.send(Method::DELETE, &path, None).await?;
+            write.done(&format!("key {id}: revoked"), &answer)
+        }
+        KeyCommand::Rotate { id, grace, told } => {
+            let grace = grace.map_or(String::new(), |grace| format!("?grace={}", encoded(&grace)));
+            let path = format!("{}/rotate{grace}", path_of(&id));
+            let answer = told.write.target.send(Method::POST, &path, None).await?;
+            told.tell(&answer)
+        }
+    }
+}
+
+fn path_of(id: &str) -> String {
+    format!("/admin/v1/keys/{}", encoded(id))
+}
+
+async fn create(args: CreateKeyArgs) -> anyhow::Result<ExitCode> {
+    let mut body = json!({"user": args.user, "models": args.models, "scopes": args.scopes});
+    if let Some(name) = args.name {
+        body["name"] = json!(name);
+    }
+    if let Some(after) = args.expires_in {
+        let at = SystemTime::now().checked_add(after);
+        let Some(at) = at.filter(|_| after < Duration::from_secs(100 * 366 * 24 * 3600)) else {
+            bail!("--expires-in: expected a hundred years at most");
+        };
+        body["expires_at"] = json!(humantime::format_rfc3339_seconds(at).to_string());
+    } else if let Some(at) = args.expires_at {
+        body["expires_at"] = json!(at);
+    }
+    let target = &args.told.write.target;
+    let answer = target.send(Method::POST, "/admin/v1/keys", Some(&body));
+    args.told.tell(&answer.await?)
+}
+
+impl SecretArgs {
+    /// Tells a secret, this once.
+    fn tell(&self, answer: &Value) -> anyhow::Result<ExitCode> {
+        let (id, secret) = (cell(&answer["id"]), cell(&answer["secret"]));
+        let Some(out) = &self.out else {
+            if self.write.json {
+                return print_json(answer);
+            }
+            terminal::print(format_args!("id      {id}\nsecret  {secret}"))?;
+            return Ok(ExitCode::SUCCESS);
+        };
+        write_secret(out, &secret)?;
+        if self.write.json {
+            let mut answer = answer.clone();
+            if let Some(answer) = answer.as_object_mut() {
+                answer.remove("secret");
+            }
+            return print_json(&answer);
+        }
+        terminal::print(format_args!("id      {id}"))?;
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+async fn list(user: Option<&str>, read: &ReadArgs) -> anyhow::Result<ExitCode> {
+    let mut keys = read.target.list("/admin/v1/keys", "keys").await?;
+    keys.retain(|key| user.is_none_or(|user| key["user"] == user));
+    if read.json {
+        return print_json(&Value::Array(keys));
+    }
+    let mut table = FittedTable::new(&[
+        column("id"),
+        column("name").rank(1),
+        column("user"),
+        column("state"),
+        column("expires").rank(1),
+        column("created").rank(3),
+        column("models").rank(2),
+        column("scopes").rank(2),
+    ]);
+    for key in &keys {
+        table.add_row([
+            cell(&key["id"]),
+            cell(&key["name"]),
+            cell(&key["user"]),
+            cell(&key["state"]),
+            or_else(&key["expires_at"], "never"),
+            cell(&key["created_at"]),
+            all_or(&key["models"]),
+            all_or(&key["scopes"]),
+        ]);
+    }
+    terminal::print(table)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn or_else(value: &Value, absent: &str) -> String {
+    match value {
+        Value::Null => absent.to_owned(),
+        value => cell(value),
+    }
+}
+
+/// The names of a list; an empty one stands for all.
+fn all_or(names: &Value) -> String {
+    let names = names.as_array().map(Vec::as_slice).unwrap_or_default();
+    match names {
+        [] => "all".to_owned(),
+        names => names.iter().map(cell).collect::<Vec<_>>().join(" "),
+    }
+}

@@ -1,0 +1,89 @@
+//! API keys of the cluster: made on one replica, used on another, revoked on the third (I102).
+
+use super::*;
+
+/// Asks `at` with this key; answers the status and the error's code.
+async fn ask(at: &Addresses, secret: &str) -> (u16, Value) {
+    let body = json!({ "model": "emulated", "prompt": "hello", "max_tokens": 1 });
+    let request = Request::post(format!("http://{}/v1/completions", at.data))
+        .header("content-type", "application/json")
+        .header("authorization", format!("Bearer {secret}"))
+        .body(Full::new(Bytes::from(body.to_string())))
+        .unwrap();
+    let client: Client<_, Full<Bytes>> = Client::builder(TokioExecutor::new()).build_http();
+    let response = client.request(request).await.unwrap();
+    let status = response.status().as_u16();
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    let answer: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+    (status, answer["error"]["code"].clone())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_works_and_ends_on_all_replicas_also_after_a_restart() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+
+    // Refused until every member is known to read it.
+    let made = tokio::sync::Mutex::new(Vec::new());
+    let is_made = async || {
+        let url = format!("http://{}/admin/v1/keys", at[0].admin);
+        let (status, _, answer) = http
+            .send(Method::POST, &url, &json!({ "user": "ada", "name": "ci" }))
+            .await;
+        let is_made = status == StatusCode::OK;
+        if is_made {
+            made.lock().await.push(answer);
+        }
+        is_made && made.lock().await.len() == 2
+    };
+    until("two keys are made", is_made).await;
+    let made = made.into_inner();
+    let text = |at: usize, name: &str| made[at][name].as_str().unwrap().to_owned();
+    let (kept, revoked) = (text(0, "secret"), text(1, "secret"));
+    http.agree(&at).await;
+    for at in &at {
+        assert_eq!(ask(at, &kept).await, (200, Value::Null));
+        assert_eq!(ask(at, &revoked).await, (200, Value::Null));
+    }
+
+    let url = format!("http://{}/admin/v1/keys/{}", at[2].admin, text(1, "id"));
+    let (status, _, answer) = http.send(Method::DELETE, &url, &json!({})).await;
+    assert_eq!(status, StatusCode::OK, "{answer}");
+    http.agree(&at).await;
+    let refused = (401, json!("invalid_api_key"));
+    for at in &at {
+        assert_eq!(ask(at, &revoked).await, refused);
+        assert_eq!(ask(at, &kept).await, (200, Value::Null));
+    }
+
+    let left = replicas.remove(1).leave().await;
+    replicas.insert(1, Replica::again(left));
+    http.ready(&at).await;
+    http.agree(&at).await;
+    assert_eq!(ask(&at[1], &revoked).await, refused);
+    assert_eq!(ask(&at[1], &kept).await, (200, Value::Null));
+    let (_, users) = http
+        .get(&format!("http://{}/admin/v1/users/ada", at[1].admin))
+        .await;
+    assert_eq!(users["name"], "ada", "{users}");
+
+    // Nobody wrote a secret down.
+    let random = kept.strip_prefix("qk-").unwrap();
+    let mut folders = vec![dir.path().to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if let Ok(bytes) = std::fs::read(&path) {
+                let is_there = bytes
+                    .windows(random.len())
+                    .any(|it| it == random.as_bytes());
+                assert!(!is_there, "{}", path.display());
+            }
+        }
+    }
+}
