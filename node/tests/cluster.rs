@@ -48,7 +48,6 @@ use tokio::task::JoinHandle;
 
 /// Bound of every wait: a broken cluster fails the test in this time.
 const PATIENCE: Duration = Duration::from_secs(30);
-
 /// Longer than several blocks of 128 bytes, so that a prefix can match.
 const SYSTEM: &str = "You are the keeper of a lighthouse. Answer in one sentence, in plain words, \
     without naming the sea. If somebody asks for the weather, tell the time instead. If somebody \

@@ -23,6 +23,9 @@ pub struct ReplicaOptions {
     pub labels: BTreeMap<String, String>,
     /// How this replica gets into a cluster.
     pub formation: Formation,
+    /// Whether this replica, when it leads, lets one that lost its store take the place of the
+    /// member that it was.
+    pub replaces_lost: bool,
     /// The leader's heartbeat interval.
     pub heartbeat: Duration,
     /// The range from which election timeouts are drawn.

@@ -100,6 +100,75 @@ async fn a_replica_that_lost_its_store_is_refused_under_its_old_id() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_lost_its_store_takes_its_place_anew() {
+    let mut cluster = Cluster::found_with(3, |options| options.replaces_lost = true).await;
+    for number in 0..20 {
+        cluster.seats[0].propose(&number.to_string()).await;
+    }
+    // Each in turn, whoever leads: in the end no store is left of those that founded.
+    for lost in 1..=3 {
+        cluster.seat(lost).crash().await;
+        let store = cluster.seat(lost).folder.path().to_path_buf();
+        let aside = raft::set_store_aside(&store).unwrap().unwrap();
+        cluster.seat(lost).start().await;
+        let seat = cluster.seat(lost);
+        let is_voter = |status: &raft::Status| {
+            let member = status.members.get(&lost);
+            member.is_some_and(|member| member.is_voter) && status.caught_up
+        };
+        seat.wait("a voter again", is_voter).await;
+        let committed = seat.propose("from its new store").await;
+        cluster.agree(committed.index).await;
+
+        // With its old store it is not who it was.
+        let seat = cluster.seat(lost);
+        seat.crash().await;
+        let new = raft::set_store_aside(&store).unwrap().unwrap();
+        swap(&aside, &store);
+        let seat = cluster.seat(lost);
+        seat.start().await;
+        seat.wait("removed", |status| status.is_removed).await;
+        seat.crash().await;
+        raft::set_store_aside(&store).unwrap();
+        swap(&new, &store);
+        cluster.seat(lost).start().await;
+    }
+    let committed = cluster.seats[1].propose("with three voters").await;
+    cluster.agree(committed.index).await;
+    // A quorum needs one of them now.
+    cluster.seat(1).crash().await;
+    let committed = cluster.replaced(1).await.propose("with two of them").await;
+    cluster.agree(committed.index).await;
+    cluster.shutdown().await;
+}
+
+/// Makes a store that was set aside the one in `data_dir`.
+fn swap(aside: &std::path::Path, data_dir: &std::path::Path) {
+    std::fs::rename(aside, data_dir.join("raft")).expect("a store that was set aside");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_runs_keeps_its_place() {
+    let mut cluster = Cluster::found_with(3, |options| options.replaces_lost = true).await;
+    let leader = cluster.leader().await;
+    for taken in [leader, leader % 3 + 1] {
+        let mut second = Seat::new(taken, cluster.seats[0].options.formation.clone());
+        second.start().await;
+        let status = second
+            .wait("refused", |status| {
+                let why = status.unjoined.as_deref();
+                why.is_some_and(|why| why.contains("runs at"))
+            })
+            .await;
+        assert_eq!(status.role, Role::Forming);
+        second.crash().await;
+    }
+    let committed = cluster.seats[0].propose("the three of before").await;
+    cluster.agree(committed.index).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_that_moved_tells_its_new_address() {
     let mut cluster = Cluster::found(3).await;
     let moved = cluster.leader().await % 3 + 1;

@@ -134,7 +134,7 @@ impl CoreParts {
         let backends = Arc::new(backends);
         backends.announce(events.clone());
         let router = Router::new(RouterParts {
-            replica: config.node.id,
+            replica: config.id,
             session,
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
@@ -210,7 +210,7 @@ impl ReplicaCore {
         let replica = Replica::start(options, transport, machine, parts.inbox()).await;
         let replica = replica.map_err(explain_start)?;
         let port = Arc::new(LogPort::new(
-            config.node.id,
+            config.id,
             session,
             replica.clone(),
             Arc::clone(&parts.shared),

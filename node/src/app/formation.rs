@@ -66,12 +66,13 @@ pub(super) fn raft_options(
         config::Formation::Join(members) => Formation::Join(Peers::List(members.clone())),
     };
     ReplicaOptions {
-        id: config.node.id.0,
+        id: config.id.0,
         data_dir: config.node.data_dir.clone(),
         advertise,
         cluster_name: config.cluster.name.0.clone(),
         labels,
         formation,
+        replaces_lost: config.cluster.replace_lost,
         heartbeat: *config.cluster.heartbeat,
         election_timeout: config.cluster.election_timeout.0.clone(),
         snapshot_every_entries: config.cluster.snapshot_every.into(),
@@ -89,7 +90,7 @@ pub(super) fn first_command(
 ) -> Vec<u8> {
     state::codec::encode_envelope(&Envelope {
         origin: Origin {
-            replica: config.node.id,
+            replica: config.id,
             session,
             lane: Lane::Admin,
             seq: FIRST_COMMAND_SEQ,
@@ -150,7 +151,7 @@ pub(super) fn own_hosts(config: &Config) -> Vec<String> {
 /// Returns the settings of the data plane.
 #[must_use]
 pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
-    let mut settings = ProxySettings::new(config.node.id);
+    let mut settings = ProxySettings::new(config.id);
     settings.limits = limits(&config.limits);
     settings.timeouts.body_idle = *config.timeouts.body_idle;
     settings.timeouts.first_byte = *config.timeouts.first_byte;

@@ -87,7 +87,7 @@ impl OfflineState {
             view: Arc::clone(&view),
             backends,
             models: config.models.clone(),
-            replica: config.node.id,
+            replica: config.id,
             session: SessionId(0),
             outbox: OutboxSettings::default(),
             overrides: config.policy_overrides.clone(),

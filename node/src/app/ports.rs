@@ -451,6 +451,7 @@ mod tests {
                 expect: 1,
                 first_command: state::codec::encode_envelope(&init),
             },
+            replaces_lost: false,
             heartbeat: Duration::from_millis(50),
             election_timeout: Duration::from_millis(150)..Duration::from_millis(300),
             snapshot_every_entries: 1000,

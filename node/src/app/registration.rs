@@ -79,6 +79,10 @@ async fn put(cluster: &dyn Cluster, view: &StateView, spec: BackendSpec) {
         }
         match cluster.submit(Command::PutBackend(spec.clone())).await {
             Ok(committed) => {
+                // Committed is not applied here yet, and what is not here would count as different.
+                while view.applied() < committed.index {
+                    tokio::time::sleep(PAUSE).await;
+                }
                 match committed.reply {
                     Reply::Rejected(reject) => {
                         tracing::error!(backend = spec.id, %reject, "backend from the config was rejected");

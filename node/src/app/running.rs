@@ -70,7 +70,7 @@ fn peers(
             secret,
             is_optional: config.cluster.secret_optional,
             cluster_name: config.cluster.name.0.clone(),
-            id: config.node.id.0,
+            id: config.id.0,
         });
     }
     Ok(match certificates.peer_tls(&config.cluster.name) {
@@ -134,7 +134,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     serve_operators(&core, sockets.admin, admin, &tls);
     follow_files(&core, &config, &tls);
     tracing::info!(
-        replica = config.node.id.0,
+        replica = config.id.0,
         data = %addresses.data,
         admin = %addresses.admin,
         peer = %addresses.peer,

@@ -34,10 +34,7 @@ impl ReplicaCertificates {
     pub(super) fn load(config: &Config) -> Result<Self, TlsSetupError> {
         let mut watch = CertificateWatch::default();
         let data = config.tls.data.files();
-        let peer = config
-            .tls
-            .peer
-            .files(&config.cluster.name, config.node.id.0);
+        let peer = config.tls.peer.files(&config.cluster.name, config.id.0);
         let engines = taken("tls.backends", config.tls.backends.files(), &mut watch)?;
         let engines = engines.map_or_else(EngineDialer::default, EngineDialer::with_certificates);
         engines.expect_names(config.server_names.clone());

@@ -27,7 +27,7 @@ pub(super) fn run(args: RecoverArgs) -> anyhow::Result<ExitCode> {
     let aside = raft::set_store_aside(data_dir)
         .with_context(|| format!("set the store below {} aside", data_dir.display()))?;
     if args.json {
-        return print_json(&json!({ "id": config.node.id.0, "store": data_dir, "aside": aside }));
+        return print_json(&json!({ "id": config.id.0, "store": data_dir, "aside": aside }));
     }
     let Some(aside) = aside else {
         terminal::print(format_args!(
@@ -36,7 +36,15 @@ pub(super) fn run(args: RecoverArgs) -> anyhow::Result<ExitCode> {
         ))?;
         return Ok(ExitCode::SUCCESS);
     };
-    let id = config.node.id;
+    let id = config.id;
+    if config.cluster.replace_lost {
+        terminal::print(format_args!(
+            "The store of replica {id} is now at {}. Start the replica: it takes its place anew \
+             (cluster.replace_lost)",
+            aside.display()
+        ))?;
+        return Ok(ExitCode::SUCCESS);
+    }
     terminal::print(format_args!(
         "The store of replica {id} is now at {}. To rebuild the replica from its peers:\n\
          \n\

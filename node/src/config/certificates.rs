@@ -2,13 +2,14 @@
 //! replica starts, and again when it starts.
 
 use api::tls::{CertificateSource, TlsSetupError};
+use state::ids::ReplicaId;
 
 use super::file::ConfigFile;
 use super::read::Settings;
 use super::tls::{AdminTlsConfig, TlsConfig};
 
-/// Checks that the files can be used.
-pub(super) fn check(file: &ConfigFile, found: &mut Settings) {
+/// Checks that the files can be used, by the replica with this id.
+pub(super) fn check(file: &ConfigFile, id: Option<ReplicaId>, found: &mut Settings) {
     let TlsConfig {
         data,
         admin,
@@ -40,11 +41,11 @@ pub(super) fn check(file: &ConfigFile, found: &mut Settings) {
         ("key_file", peer.key_file.is_some()),
         ("ca_file", peer.ca_file.is_some()),
     ];
-    let is_sound = found.is_sound("node.id") && found.is_sound("cluster.name");
-    if !are_whole("tls.peer", &keys, 3, found) || !is_sound {
+    let is_whole = are_whole("tls.peer", &keys, 3, found);
+    let Some(id) = id.filter(|_| is_whole && found.is_sound("cluster.name")) else {
         return;
-    }
-    if let Some(files) = peer.files(&file.cluster.name, file.node.id.0) {
+    };
+    if let Some(files) = peer.files(&file.cluster.name, id.0) {
         if file.cluster.secret_file.is_some() && !peer.optional {
             let message = "cluster.secret_file is set beside tls.peer.cert_file".to_owned();
             let expected = "one way in which replicas prove themselves, or tls.peer.optional = true \

@@ -5,23 +5,27 @@ use api::admin::AdminTokens;
 use api::proxy::ApiKeys;
 use api::settings::FileSettings;
 use state::admission::AdmissionSettings;
+use state::ids::ReplicaId;
 
 use super::admission::AdmissionConfig;
-use super::file::{ConfigFile, ListenConfig};
+use super::file::{ConfigFile, ListenConfig, NodeConfig};
 use super::form::{show_duration, values};
+use super::identity::IdSource;
 use super::read::Settings;
 use super::traffic::{AdminConfig, CircuitConfig, UsersConfig};
 use super::{
-    Config, certificates, cluster, engines, key_file, models, requests, routing, tokens_file,
+    Config, certificates, cluster, engines, identity, key_file, models, requests, routing,
+    tokens_file,
 };
 
 /// Checks everything and adds errors to `found`. The config is only usable if there are none.
 pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     listen(&file.listen, found);
     circuit(&file.circuit, found);
+    let id = replica_id(&file.node, found);
     let formation = cluster::formation(&file.cluster, found);
     let secret = cluster::secret(&file.cluster, found);
-    certificates::check(&file, found);
+    certificates::check(&file, id, found);
     let api_keys = api_keys(&file.users, found);
     let admin_tokens = admin_tokens(&file.admin, found);
     exposure(&file, found);
@@ -37,6 +41,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     routing::check_policies(&policies, found);
     Config {
         insecure: file.insecure,
+        id: id.unwrap_or(ReplicaId(1)),
         formation,
         secret,
         models,
@@ -77,6 +82,24 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         drain: file.drain,
         log: file.log,
         file: FileSettings::default(),
+    }
+}
+
+/// Returns the replica's id; `None`: there is an error.
+fn replica_id(node: &NodeConfig, found: &mut Settings) -> Option<ReplicaId> {
+    match node.id.0 {
+        IdSource::Number(id) => found.is_sound("node.id").then_some(id),
+        IdSource::Hostname => {
+            let host = identity::host();
+            let id = identity::id_of_host(&host);
+            if id.is_none() {
+                let message = format!("node.id is \"from-hostname\", and this host is {host:?}");
+                let expected = "a host name with a number from 0 to 254 behind its last `-`, such \
+                                as \"quorate-0\" for id 1";
+                found.refuse("node.id", message, expected);
+            }
+            id
+        }
     }
 }
 

@@ -15,9 +15,10 @@ use state::policy::{POLICY_NAMES, PolicyTables, RoutingSettings};
 
 use super::admission::AdmissionConfig;
 use super::form::{
-    Address, ClusterName, EngineUrl, Host, HostPort, Parsed, Size, Span, SpanRange, TokenizerName,
-    ms,
+    Address, ClusterName, EngineUrl, Host, HostPort, NodeId, Parsed, Size, Span, SpanRange,
+    TokenizerName, ms,
 };
+use super::identity::IdSource;
 use super::tls::TlsConfig;
 use super::traffic::{
     AdminConfig, CircuitConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig,
@@ -81,9 +82,10 @@ pub struct ConfigFile {
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct NodeConfig {
-    /// This replica's id: unique in the cluster, never reused.
-    #[schemars(with = "u8", range(min = 1))]
-    pub id: ReplicaId,
+    /// This replica's id, unique in the cluster; or `from-hostname`: one more than the number behind
+    /// the last `-` of the host's name, as the pods of a StatefulSet have it (`quorate-0` is 1).
+    #[default(Parsed(IdSource::Number(ReplicaId(0))))]
+    pub id: Parsed<NodeId>,
     /// Directory of the log, the vote and the snapshots.
     #[default("/var/lib/quorate".into())]
     pub data_dir: PathBuf,
@@ -125,6 +127,10 @@ pub struct ClusterConfig {
     pub bootstrap_expect: Option<u8>,
     /// Join an existing cluster through any of these; instead of `peers`.
     pub join: Vec<Parsed<HostPort>>,
+    /// Let a replica that lost its data directory come back under its id: the leader removes the
+    /// member that it was, unless that one still runs, and adds it anew. Set it on all replicas, and
+    /// only where something keeps two replicas from running under one id, as a StatefulSet does.
+    pub replace_lost: bool,
     /// File with a shared secret of at least 32 bytes. Replicas authenticate each other with it and
     /// encrypt their traffic. Without it, anybody who reaches `listen.peer` is trusted.
     pub secret_file: Option<PathBuf>,

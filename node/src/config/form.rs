@@ -11,6 +11,8 @@ use api::proxy::{AllowedOrigins, IdentifyBy, IpPrefix};
 use api::settings::{self, NamedForm, is_span, span};
 use tracing_subscriber::EnvFilter;
 
+use super::identity::IdSource;
+
 pub(super) use api::settings::{Form, Parsed, Span, SpanOrZero, ms, show_duration};
 
 /// Returns the values of a list.
@@ -31,6 +33,14 @@ api::forms! {
         expected: "two durations from 1ms to 1day, the shorter first, such as \"150ms..300ms\"",
         read: range,
         show: |range| format!("{}..{}", show_duration(&range.start), show_duration(&range.end)),
+    }
+    /// Id of a replica.
+    NodeId: IdSource = "node-id" {
+        pattern: "^from-hostname$",
+        expected: "an integer from 1 to 255, or \"from-hostname\"",
+        integers: (1, Some(255)),
+        read: IdSource::read,
+        show: IdSource::show,
     }
     /// A number of bytes.
     Size: u64 = "size" {

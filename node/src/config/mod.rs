@@ -15,6 +15,7 @@ mod form;
 mod founding;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod identity;
 pub(crate) mod key_file;
 mod models;
 mod print;
@@ -43,6 +44,7 @@ use api::settings::FileSettings;
 use serde_json::Value;
 use state::admission::AdmissionSettings;
 use state::command::BackendSpec;
+use state::ids::ReplicaId;
 use state::policy::{POLICY_NAMES, PolicyConfig, RoutingSettings};
 
 use self::read::{Layers, Settings};
@@ -51,6 +53,7 @@ pub use api::settings::Parsed;
 pub use error::{ConfigError, ConfigErrors, Place};
 pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig};
 pub(crate) use form::{LogFilter, values};
+pub use identity::IdSource;
 pub use print::print;
 pub use schema::schema;
 pub use tls::{AdminTlsConfig, BackendsTlsConfig, DataTlsConfig, PeerTlsConfig, TlsConfig};
@@ -64,6 +67,8 @@ pub use traffic::{
 pub struct Config {
     /// Whether it may start although others can reach what is not protected.
     pub insecure: bool,
+    /// This replica's id.
+    pub id: ReplicaId,
     /// `[node]`.
     pub node: NodeConfig,
     /// `[listen]`.

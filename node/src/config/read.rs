@@ -322,12 +322,13 @@ impl Settings {
             match names.find(|key| key.replace("__", "_") == name) {
                 Some(meant) => meant,
                 None if matches!(rest, "MODELS" | "BACKENDS") => {
-                    "lists of tables to stand in the file (or serve --backend URL)".to_owned()
+                    "[[models]] and [[backends]] in the config file, or serve --backend URL"
+                        .to_owned()
                 }
                 None => return,
             }
         } else if rest.starts_with("MODELS__") || rest.starts_with("BACKENDS__") {
-            "lists of tables to stand in the file".to_owned()
+            "[[models]] and [[backends]] in the config file".to_owned()
         } else {
             nearest(name, names).unwrap_or_else(|| "QUORATE_SECTION__KEY".to_owned())
         };
@@ -393,7 +394,7 @@ impl Settings {
             && !node.contains_key("id")
             && !self.places.contains_key("node.id")
         {
-            node.insert("id".to_owned(), json!(1));
+            node.insert("id".to_owned(), json!("1"));
             self.places.insert("node.id".to_owned(), Place::Nowhere);
         }
     }

@@ -83,7 +83,7 @@ fn faults(file: &str, expected: Expect) {
 #[test]
 fn one_line_makes_a_config() {
     let config = config("node.id = 3");
-    assert_eq!(config.node.id, ReplicaId(3));
+    assert_eq!(config.id, ReplicaId(3));
     assert_eq!(config.formation, Formation::Alone);
     assert_eq!(config.listen.host(), "127.0.0.1");
     assert_eq!(*config.limits.max_body, 32 << 20);
@@ -137,7 +137,7 @@ url = "ftp://10.0.1.1:8000"
              1 │ [node]
              2 │ id = 300
                ·      ─┬─
-               ·       ╰── expected an integer from 1 to 255
+               ·       ╰── expected an integer from 1 to 255, or "from-hostname"
              3 │ data_dir = ""
                ╰────
               × node.data_dir is ""
@@ -161,7 +161,7 @@ url = "ftp://10.0.1.1:8000"
               8 │ [cluster]
               9 │ flush_intervall = "20ms"
                 · ───────┬───────
-                ·        ╰── expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, secret_file, secret_optional, snapshot_every, snapshot_every_bytes
+                ·        ╰── expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, replace_lost, secret_file, secret_optional, snapshot_every, snapshot_every_bytes
              10 │ heartbeat = 50
                 ╰────
               × cluster.heartbeat is 50
@@ -189,10 +189,10 @@ fn a_missing_file_value_is_told_without_a_line() {
     refused(
         "",
         expect![[r#"
-          × node.id is not set
-          help: expected an integer from 1 to 255
-        n1.toml: 1 fault
-    "#]],
+              × node.id is not set
+              help: expected an integer from 1 to 255, or "from-hostname"
+            n1.toml: 1 fault
+        "#]],
     );
 }
 
@@ -206,7 +206,7 @@ fn broken_toml_is_told_together_with_sound_lines_faults() {
              1 │ [node]
              2 │ id = 300
                ·      ─┬─
-               ·       ╰── expected an integer from 1 to 255
+               ·       ╰── expected an integer from 1 to 255, or "from-hostname"
              3 │ [listen
                ╰────
               × unclosed table
@@ -246,7 +246,7 @@ listen = 5
 "#,
         expect![[r#"
             2:10: models is 5 (expected a list of tables: [[models]])
-            4:6: node.id is "one" (expected an integer from 1 to 255)
+            4:6: node.id is "one" (expected an integer from 1 to 255, or "from-hostname")
             6:17: cluster.peers[1] is "b" (expected a host with a port, such as "10.0.0.1:8082")
             6:22: cluster.peers[2] is 7 (expected a host with a port, such as "10.0.0.1:8082")
             7:20: cluster.bootstrap_expect is 0 (expected an integer from 1 to 255)
@@ -457,7 +457,7 @@ fn flags_win_over_variables_over_the_file_over_defaults() {
     ]);
     let flags = ["node.id=9".to_owned()];
     let loaded = layers(file, &variables, &flags).unwrap();
-    assert_eq!(loaded.config.node.id, ReplicaId(9));
+    assert_eq!(loaded.config.id, ReplicaId(9));
     assert_eq!(*loaded.config.cluster.heartbeat, Duration::from_millis(60));
     assert_eq!(
         *loaded.config.cluster.flush_interval,
@@ -495,10 +495,10 @@ fn faults_of_variables_and_flags_name_them() {
     ];
     let faults = layers("", &variables, &flags).expect_err("must be refused");
     expect![[r#"
-        QUORATE_NODE__ID: node.id is "0" (expected an integer from 1 to 255)
+        QUORATE_NODE__ID: node.id is "0" (expected an integer from 1 to 255, or "from-hostname")
         QUORATE_NODE__IDD: names no key (expected QUORATE_NODE__ID)
         QUORATE_NODE_ID: names no key (expected QUORATE_NODE__ID)
-        QUORATE_BACKENDS__0__URL: names no key (expected lists of tables to stand in the file)
+        QUORATE_BACKENDS__0__URL: names no key (expected [[models]] and [[backends]] in the config file)
         --set drain.deadline=soon: drain.deadline is "soon" (expected a duration up to 1day, such as "5s")
         --set drain: has no value (expected section.key=value)
         --set drain.dedline=1s: names no key (expected drain.deadline)

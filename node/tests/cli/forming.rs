@@ -1,8 +1,9 @@
 //! A cluster that does not form says why, peer by peer.
 
 use std::net::TcpListener;
+use std::process::Output;
 
-use super::process::{Replica, free, get, private_file, until};
+use super::process::{Replica, free, get, private_file, program, until};
 use super::{quorate, text};
 
 #[test]
@@ -63,7 +64,7 @@ fn check_told(replica: &Replica, found: &[(String, &str); 7]) {
     assert_eq!(told.status.code(), Some(1));
     let readiness = get(replica.admin, "/readyz").unwrap();
     assert_eq!(readiness.status, 503);
-    let waiting = "waiting for 6 replicas, 1 of them answer";
+    let waiting = "waiting for 6 replicas, found 1";
     let shown = text(&told.stdout);
     for (address, state) in found {
         let line = shown.lines().find(|line| line.contains(address.as_str()));
@@ -137,6 +138,91 @@ fn a_member_without_a_quorum_names_each_peer_and_reason() {
         .says(&["no quorum", &peers[1].to_string(), &peers[2].to_string()]);
     left.process
         .says(&["no quorum", "Connection refused", "no answer in time"]);
+}
+
+#[test]
+fn a_replica_whose_directory_is_lost_comes_back_under_its_id() {
+    let peers: [_; 3] = free();
+    let list = peers.map(|peer| format!("\"{peer}\"")).join(", ");
+    let config = format!(
+        "[cluster]\npeers = [{list}]\nreplace_lost = true\n\
+         [[backends]]\nid = \"a\"\nurl = \"http://127.0.0.1:1\"\n\
+         [[backends]]\nid = \"b\"\nurl = \"http://127.0.0.1:2\"\n"
+    );
+    let mut replicas: Vec<_> = (1..=3)
+        .zip(peers)
+        .map(|(id, peer)| Replica::start(id, peer, &config))
+        .collect();
+    let all_vote = |replica: &Replica| {
+        let status = get(replica.admin, "/admin/v1/cluster").map(|it| it.json());
+        let status = status.unwrap_or_default();
+        let members = status["members"].as_object();
+        let voters = members.map(|all| all.values().filter(|it| it["is_voter"] == true).count());
+        status["has_quorum"] == true && status["caught_up"] == true && voters == Some(3)
+    };
+    until("all are one cluster", || replicas.iter().all(all_vote));
+    let has_all = |replica: &Replica| {
+        let known = replica.admin("/admin/v1/backends");
+        known["backends"].as_array().map(Vec::len) == Some(2)
+    };
+    until("both backends are registered", || {
+        replicas.iter().all(has_all)
+    });
+    for replica in &replicas {
+        let log = replica.process.log();
+        assert!(!log.contains("the cluster has other values"), "{log}");
+    }
+    drop(replicas.pop());
+    // Its directory goes with it, as a volume does.
+    let replica = Replica::start(3, peers[2], &config);
+    until("it votes again", || all_vote(&replica));
+    let said = replicas
+        .iter()
+        .any(|it| it.process.log().contains("lost its store"));
+    assert!(said, "{}", replicas[0].process.log());
+}
+
+/// Runs the program on a host of this name; `None`: this system does not let tests name hosts.
+fn on_host(name: &str, args: &[&str]) -> Option<Output> {
+    let rename = "hostname \"$0\" && exec \"$@\"";
+    let unshare = [
+        "--user",
+        "--map-root-user",
+        "--uts",
+        "sh",
+        "-c",
+        rename,
+        name,
+    ];
+    let program_args = [&unshare[..], &[env!("CARGO_BIN_EXE_quorate")], args].concat();
+    let is_allowed = program(
+        "unshare",
+        &["--user", "--map-root-user", "--uts", "hostname", "a"],
+    )
+    .output()
+    .is_ok_and(|output| output.status.success());
+    is_allowed.then(|| program("unshare", &program_args).output().unwrap())
+}
+
+#[test]
+fn a_host_name_gives_the_id() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let data_dir = format!("node.data_dir={}", dir.path().display());
+    let settings = ["--set", "node.id=from-hostname", "--set", &data_dir];
+    let recover = |host: &str| on_host(host, &[&["recover", "--json"], &settings[..]].concat());
+    let Some(told) = recover("quorate-2") else {
+        eprintln!("skipped: no namespaces of users here");
+        return;
+    };
+    let told: serde_json::Value = serde_json::from_slice(&told.stdout).unwrap();
+    assert_eq!(told["id"], 3, "{told}");
+    let refused = recover("gpu").unwrap();
+    assert_eq!(refused.status.code(), Some(2));
+    let told = text(&refused.stderr);
+    assert!(
+        told.contains("this host is \\\"gpu\\\"") && told.contains("quorate-0"),
+        "{told}"
+    );
 }
 
 #[test]

@@ -294,14 +294,45 @@ impl ReplicaInner {
             .await
     }
 
-    /// Lets a replica in that asks for it: as a new learner, or at a new address.
+    /// Lets a replica in that asks for it: as a new learner, at a new address, or in the place of
+    /// the member that it was before it lost its store.
     async fn join_here(&self, member: proto::Member) -> Outcome {
         let id = member.id;
-        if self.node(id).is_some() {
-            return self.describe_here(member).await;
+        if let Some(known) = self.node(id) {
+            if !self.options.replaces_lost || known.store == member.store {
+                return self.describe_here(member).await;
+            }
+            if let Err(why) = self.check_lost(id, &known).await {
+                return Outcome::Refused(why);
+            }
+            tracing::warn!(id, "a replica lost its store and takes its place anew");
+            let removed = self.remove_here(id).await;
+            if !matches!(removed, Outcome::Changed(_)) {
+                return removed;
+            }
         }
         let told = Node::from(member);
         self.add_here(id, &told.address, Some(told.store)).await
+    }
+
+    /// Says why member `id` is not replaced: it is heard, or answers with its store, or there is no
+    /// quorum, so that its removal would wait in the log until it is back.
+    async fn check_lost(&self, id: u64, known: &Node) -> Result<(), String> {
+        if !self.status.borrow().has_quorum {
+            return Err(format!("no quorum to replace replica {id}"));
+        }
+        let is_there = id == self.links.identity.id
+            || self.links.reachability.hears().contains(&id)
+            || (self.ask(&known.address).await)
+                .is_ok_and(|info| (info.id, info.store) == (id, known.store));
+        match is_there {
+            true => Err(format!(
+                "replica {id} runs at {} with its store: give this one another node.id, or stop \
+                 that one",
+                known.address
+            )),
+            false => Ok(()),
+        }
     }
 
     /// Updates a member's address and labels. If it was removed in the meantime, this does not add
@@ -316,7 +347,8 @@ impl ReplicaInner {
             return Outcome::Refused(format!(
                 "replica {id} is a member with another store: a replica that lost its store joins \
                  under a new id (start it with another node.id and cluster.join, promote it, then \
-                 remove replica {id}; with the old data directory it comes back as it was)"
+                 remove replica {id}; with the old data directory it comes back as it was), or \
+                 under its own with cluster.replace_lost"
             ));
         }
         if let Err(why) = check_told(&told.address, &told.labels) {
@@ -392,7 +424,10 @@ impl ReplicaInner {
             id => Some(id).filter(|id| self.voters().contains(id)),
         };
         let Some(target) = target else {
-            return Outcome::Refused("there is no such voter within reachability".to_owned());
+            return Outcome::Refused(match to {
+                0 => "no other voter answers".to_owned(),
+                id => format!("replica {id} is no voter"),
+            });
         };
         // It would refuse, and nobody would lead until the next election.
         if target != me && self.links.reachability.stands_back(target) {

@@ -173,7 +173,7 @@ impl ReplicaInner {
         let answering = found.peers.len() + 1;
         if answering < expect {
             return Err(format!(
-                "waiting for {expect} replicas, {answering} of them answer, this one included"
+                "waiting for {expect} replicas, found {answering} (this one included)"
             ));
         }
         match found.peers.keys().next() {

@@ -13,7 +13,7 @@ use super::search::AskError;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
 use crate::status::PeerState;
-use crate::wire::proto;
+use crate::wire::{self, proto};
 use crate::{DEFAULT_NAME, types};
 
 /// Longest wait for a call to one peer about itself.
@@ -83,12 +83,15 @@ impl ReplicaInner {
             cluster_name: self.options.cluster_name.clone(),
             cluster_high,
             cluster_low,
+            from: self.links.identity.id,
+            from_store: self.links.identity.store,
         }
     }
 
-    /// Introduces this replica to one of the cluster `theirs`. A member tells others no more than
-    /// that it is one: calls between members are recognised by its store and its cluster's id.
-    pub(crate) fn introduce(&self, theirs: Option<u128>) -> proto::InfoResponse {
+    /// Introduces this replica to the one that asks. A member tells those of other clusters no more
+    /// than that it is one: calls between members are recognised by its store and its cluster's id.
+    pub(crate) fn introduce(&self, asker: &proto::InfoRequest) -> proto::InfoResponse {
+        let theirs = wire::join_optional(asker.cluster_high, asker.cluster_low);
         let identity = &self.links.identity;
         let cluster = identity.cluster();
         let is_member = self.is_member();
@@ -102,7 +105,7 @@ impl ReplicaInner {
             return introduced;
         }
         let (cluster_high, cluster_low) = identity.cluster_halves();
-        let (membership_index, members) = self.membership();
+        let (membership_index, members) = self.membership((asker.from, asker.from_store));
         proto::InfoResponse {
             store: identity.store,
             cluster_high,

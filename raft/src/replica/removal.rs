@@ -15,7 +15,7 @@ use super::ReplicaInner;
 use super::search::{LastSeen, Search, SearchLog, report_member};
 use crate::locks::lock;
 use crate::status::PeerFinding;
-use crate::types::shown;
+use crate::types::{Node, shown};
 use crate::wire;
 
 /// Time between two looks.
@@ -26,7 +26,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 pub(super) async fn notice(inner: Arc<ReplicaInner>) {
     let mut looks = tokio::time::interval(LOOK_EVERY);
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut lost = LostQuorum::new();
+    let mut lost = None;
     loop {
         looks.tick().await;
         let has_quorum = inner.status.borrow().has_quorum;
@@ -34,10 +34,14 @@ pub(super) async fn notice(inner: Arc<ReplicaInner>) {
             true => (false, Vec::new()),
             false => inner.ask_members().await,
         };
-        if found.is_empty() {
-            lost = LostQuorum::new();
-        }
-        let is_news = inner.is_member() && inner.show_members(lost.told(found));
+        let search = if found.is_empty() {
+            lost = None;
+            Search::default()
+        } else {
+            // A quorum that is back before the next look was hardly lost.
+            lost.get_or_insert_with(LostQuorum::new).told(found)
+        };
+        let is_news = inner.is_member() && inner.show_members(search);
         if inner.is_removed.swap(is_removed, Ordering::AcqRel) != is_removed {
             inner.may_elect();
             inner.refresh();
@@ -69,20 +73,22 @@ impl LostQuorum {
             problem: None,
             peers,
         };
-        if !search.peers.is_empty() {
-            self.log.say_lost(now, &search);
-        }
+        self.log.say_lost(now, &search);
         search
     }
 }
 
 impl ReplicaInner {
-    /// The newest membership known to be committed: its log index and its members. One that is not
-    /// committed yet may never be.
-    pub(crate) fn membership(&self) -> (u64, Vec<u64>) {
+    /// The newest membership known to be committed, as told to the store `asker.1` of replica
+    /// `asker.0`: its log index and its members, without the asker if another store is a member
+    /// under its id. One that is not committed yet may never be.
+    pub(crate) fn membership(&self, asker: (u64, u64)) -> (u64, Vec<u64>) {
         self.with_metrics(|metrics| {
             let stored = &metrics.committed_membership_config;
-            let members = stored.nodes().map(|(id, _)| *id);
+            let is_replaced =
+                |id: u64, node: &Node| id == asker.0 && ![0, node.store].contains(&asker.1);
+            let members = stored.nodes().filter(|(id, node)| !is_replaced(**id, node));
+            let members = members.map(|(id, _)| *id);
             (shown(stored.log_id().as_ref()), members.collect())
         })
     }

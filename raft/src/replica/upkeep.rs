@@ -254,15 +254,15 @@ fn log_changes(old: &Status, new: &Status) {
     if (old.role, old.leader, old.term) != (new.role, new.leader, new.term) {
         tracing::info!(role = ?new.role, leader = new.leader, term = new.term, "role changed");
     }
-    let voters = |status: &Status| {
+    let members = |status: &Status, votes: bool| {
         let members = status.members.iter();
-        members
-            .map(|(id, member)| (*id, member.is_voter))
-            .collect::<Vec<_>>()
+        let wanted = members.filter(|(_, member)| member.is_voter == votes);
+        wanted.map(|(id, _)| *id).collect::<Vec<u8>>()
     };
-    let (before, after) = (voters(old), voters(new));
-    if before != after {
-        tracing::info!(members = ?after, "membership changed");
+    let all = |status| (members(status, true), members(status, false));
+    let (voters, learners) = all(new);
+    if all(old) != (voters.clone(), learners.clone()) {
+        tracing::info!(?voters, ?learners, "membership changed");
     }
     if old.caught_up != new.caught_up {
         tracing::info!(applied = new.applied, "caught up with the cluster");

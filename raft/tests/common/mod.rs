@@ -59,6 +59,7 @@ pub fn options(id: u8, data_dir: &Path, formation: Formation) -> ReplicaOptions 
         cluster_name: raft::DEFAULT_NAME.to_owned(),
         labels: BTreeMap::from([("version".to_owned(), "1".to_owned())]),
         formation,
+        replaces_lost: false,
         heartbeat: Duration::from_millis(50),
         election_timeout: Duration::from_millis(200)..Duration::from_millis(400),
         snapshot_every_entries: 10_000,

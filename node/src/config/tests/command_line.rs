@@ -23,12 +23,12 @@ fn backends_of_the_command_line_need_no_file() {
     let tls = with_backends("", &["https://gpu-1".to_owned()]).unwrap();
     assert_eq!(shown(&tls.config), "gpu-1-443 https://gpu-1:443");
     let config = with_backends("", &urls).unwrap().config;
-    assert_eq!(config.node.id, ReplicaId(1));
+    assert_eq!(config.id, ReplicaId(1));
     let expected = "gpu-1-80 http://gpu-1:80\n10.0.0.2-8000-v-m http://10.0.0.2:8000/v/m";
     assert_eq!(shown(&config), expected);
     let file = "node.id = 3\n[[backends]]\nid = \"a\"\nurl = \"http://a:1\"\n";
     let config = with_backends(file, &urls[..1]).unwrap().config;
-    assert_eq!(config.node.id, ReplicaId(3));
+    assert_eq!(config.id, ReplicaId(3));
     assert_eq!(shown(&config), "a http://a:1\ngpu-1-80 http://gpu-1:80");
     let faults = with_backends("", &["ftp://gpu-1".to_owned()]).unwrap_err();
     let told = brief(&faults);
@@ -48,7 +48,7 @@ fn lists_of_tables_in_variables_are_errors() {
         let variables = variables(&[("QUORATE_NODE__ID", "1"), (name, "http://a:1")]);
         let told = brief(&layers("", &variables, &[]).unwrap_err());
         assert!(
-            told.contains(name) && told.contains("in the file"),
+            told.contains(name) && told.contains("in the config file"),
             "{told}"
         );
     }

@@ -31,7 +31,7 @@ labels = "zone"
             3:31: unknown key models[2].tokeniser (expected tokenizer, or another of block_size, chat_template, name, policy, select, tokenizer)
             3:55: models[3].name is not set (expected non-empty text)
             3:70: models[3].block_size is 0 (expected an integer from 1 to 65536)
-            5:6: node.id is a table (expected an integer from 1 to 255)
+            5:6: node.id is a table (expected an integer from 1 to 255, or "from-hostname")
             9:10: backends[0].models is empty (expected at least one element, each non-empty text)
             10:19: backends[0].labels.zone is 1 (expected a text)
             14:10: backends[1].models is "m" (expected a list, each non-empty text)

@@ -4,9 +4,10 @@
 //! sender. It is refused if any of these is wrong: an old address may belong to somebody else by
 //! now. The sender must be a member, and must show its store's number, which only members are told.
 //!
-//! A replica that was away may not know a member that joined meanwhile and leads by now. So an
-//! unknown leader or candidate is believed as long as no other leader is heard; otherwise a cluster
-//! could be left without a quorum. What it can do is bounded: [`term_max`] keeps a single call from
+//! A replica that was away may not know a member that joined meanwhile and leads by now, under an id
+//! that is new or that was another store's when it went. So an unknown leader or candidate is
+//! believed as long as no other leader is heard; otherwise a cluster could be left without a
+//! quorum. What it can do is bounded: [`term_max`] keeps a single call from
 //! using up all terms, after which no election would be possible.
 //! docs/adr/0025-who-is-listened-to.md says which trust remains.
 
@@ -113,11 +114,15 @@ impl ReplicaInner {
         // Before Raft's metrics are locked: one lock must not be taken under the other.
         let hears_other = self.hears_other(from);
         self.with_metrics(|metrics| {
-            match (known_node(metrics, from), purpose) {
-                (Some(node), _) => check_store(from, node, header.from_store)?,
-                (None, CallPurpose::Lead(_) | CallPurpose::Elect(_))
+            let known = match known_node(metrics, from) {
+                Some(node) => check_store(from, node, header.from_store),
+                None => Err(refused(format!("replica {from} is no member"))),
+            };
+            match (known, purpose) {
+                (Ok(()), _) => {}
+                (Err(_), CallPurpose::Lead(_) | CallPurpose::Elect(_))
                     if is_new(metrics) || !hears_other => {}
-                (None, _) => return Err(refused(format!("replica {from} is no member"))),
+                (Err(why), _) => return Err(why),
             }
             match purpose {
                 CallPurpose::Lead(vote) => check_vote(from, vote, true, metrics),

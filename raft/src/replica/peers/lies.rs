@@ -79,7 +79,7 @@ impl Lie {
             from_store: draw,
             ..identity.header(identity.id, identity.store)
         };
-        let (_, members) = inner.membership();
+        let (_, members) = inner.membership((0, 0));
         let others: Vec<u64> = members
             .into_iter()
             .filter(|id| *id != identity.id)

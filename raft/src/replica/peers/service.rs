@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::guard::{CallPurpose, known_node};
+use super::guard::{CallPurpose, check_store, known_node};
 use crate::COMMAND_BYTES_MAX;
 use crate::net::snapshot_stream::{self, PartReader, first_part, write_parts};
 use crate::net::validate::{check_entries, check_head};
@@ -329,8 +329,7 @@ impl Peer for PeerRpc {
     ) -> Result<Response<proto::InfoResponse>, Status> {
         let request = request.into_inner();
         self.0.check_name(&request.cluster_name)?;
-        let theirs = wire::join_optional(request.cluster_high, request.cluster_low);
-        Ok(Response::new(self.0.introduce(theirs)))
+        Ok(Response::new(self.0.introduce(&request)))
     }
 
     async fn claim(
@@ -392,6 +391,7 @@ impl Peer for PeerRpc {
         let first = messages.message().await?;
         let header = first.as_ref().and_then(|first| first.header.as_ref());
         let from = self.0.admit(sender, header, CallPurpose::Member)?;
+        let store = header.map_or(0, |header| header.from_store);
         let from = u8::try_from(from).map_err(|_| MalformedMessageError("an id above 255"))?;
         // The answer stream carries nothing. While it is open the sender knows that it is heard,
         // and polling it reads the messages.
@@ -404,8 +404,12 @@ impl Peer for PeerRpc {
                         () = inner.cancel.cancelled() => return None,
                         message = messages.message() => message.ok()??,
                     };
-                    // It may have been removed in the meantime.
-                    if inner.with_metrics(|metrics| known_node(metrics, from.into()).is_none()) {
+                    // It may have been removed or replaced in the meantime.
+                    let is_member = inner.with_metrics(|metrics| {
+                        let node = known_node(metrics, from.into());
+                        node.is_some_and(|node| check_store(from.into(), node, store).is_ok())
+                    });
+                    if !is_member {
                         return None;
                     }
                     inner.links.reachability.heard(from.into());

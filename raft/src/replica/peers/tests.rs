@@ -248,6 +248,7 @@ async fn a_stranger_is_told_no_more_than_that_a_member_is_here() {
             cluster_name: cluster_name.to_owned(),
             cluster_high: header.cluster_high,
             cluster_low,
+            ..proto::InfoRequest::default()
         };
         client.info(request).await.map(tonic::Response::into_inner)
     };

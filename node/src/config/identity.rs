@@ -1,0 +1,91 @@
+//! `node.id`: a number, or the host's name that has it.
+
+use state::ids::ReplicaId;
+
+/// Where the kernel tells the host's name.
+const HOSTNAME: &str = "/proc/sys/kernel/hostname";
+/// The value of `node.id` that stands for the number in the host's name.
+const FROM_HOSTNAME: &str = "from-hostname";
+
+/// What `node.id` says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IdSource {
+    /// The id.
+    Number(ReplicaId),
+    /// One more than the number at the end of the host's name.
+    Hostname,
+}
+
+impl IdSource {
+    /// What is written, if it is one.
+    pub(super) fn read(text: &str) -> Option<Self> {
+        if text == FROM_HOSTNAME {
+            return Some(Self::Hostname);
+        }
+        let id = text.parse().ok().filter(|id| *id > 0)?;
+        Some(Self::Number(ReplicaId(id)))
+    }
+
+    /// How it is written.
+    pub(super) fn show(&self) -> String {
+        match self {
+            Self::Number(id) => id.to_string(),
+            Self::Hostname => FROM_HOSTNAME.to_owned(),
+        }
+    }
+}
+
+/// Returns this host's name.
+pub(super) fn host() -> String {
+    let name = std::fs::read_to_string(HOSTNAME).unwrap_or_default();
+    name.trim().to_owned()
+}
+
+/// The id on a host of this name: `quorate-0` has 1, as ids begin with 1 and ordinals with 0.
+pub(super) fn id_of_host(host: &str) -> Option<ReplicaId> {
+    let first = host.split('.').next()?;
+    let (_, ordinal) = first.rsplit_once('-')?;
+    let is_number = ordinal.bytes().all(|byte| byte.is_ascii_digit());
+    let ordinal: u8 = ordinal.parse().ok().filter(|_| is_number)?;
+    ordinal.checked_add(1).map(ReplicaId)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_behind_the_last_dash_counts() {
+        for (host, id) in [
+            ("quorate-0", 1),
+            ("quorate-254", 255),
+            ("router-7-2", 3),
+            ("quorate-1.quorate-peers.llm.svc.cluster.local", 2),
+        ] {
+            assert_eq!(id_of_host(host), Some(ReplicaId(id)), "{host}");
+        }
+        for host in [
+            "",
+            "quorate",
+            "quorate-",
+            "quorate-255",
+            "quorate-+1",
+            "gpu-a",
+            "a.b-1",
+        ] {
+            assert_eq!(id_of_host(host), None, "{host}");
+        }
+    }
+
+    #[test]
+    fn an_id_is_a_number_from_1_or_the_host_has_it() {
+        assert_eq!(
+            IdSource::read("255"),
+            Some(IdSource::Number(ReplicaId(255)))
+        );
+        assert_eq!(IdSource::read("from-hostname"), Some(IdSource::Hostname));
+        for wrong in ["0", "256", "-1", "", "hostname"] {
+            assert_eq!(IdSource::read(wrong), None, "{wrong}");
+        }
+    }
+}
