@@ -26,7 +26,13 @@ pub fn raise() -> u64 {
         tracing::warn!(%error, "the limit of descriptors could not be raised");
     }
     let limit = limit();
-    tracing::info!(before = before.current, limit, "descriptors");
+    if before.current != Some(limit) {
+        tracing::info!(
+            before = before.current,
+            limit,
+            "limit of descriptors raised"
+        );
+    }
     limit
 }
 

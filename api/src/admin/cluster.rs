@@ -26,9 +26,10 @@ pub(super) async fn show(
     QueryParams(query): QueryParams<ReadQuery>,
 ) -> Result<Response, Problem> {
     at_level(&admin, query.read).await?;
+    let registry = admin.view.registry();
     Ok(json(&ClusterResponse {
         status: admin.cluster.status(),
-        hashes_keyed: admin.view.registry().hash_secret.is_some(),
+        hashes_keyed: (registry.initialised).then_some(registry.hash_secret.is_some()),
     }))
 }
 
@@ -37,7 +38,8 @@ struct ClusterResponse {
     #[serde(flatten)]
     status: ClusterStatus,
     /// Whether blocks are hashed under a secret. Clusters founded by an earlier build have none.
-    hashes_keyed: bool,
+    /// `None`: the cluster is not founded yet.
+    hashes_keyed: Option<bool>,
 }
 
 #[derive(Deserialize)]

@@ -164,12 +164,15 @@ fn facts(answer: &Value) -> Vec<String> {
             cell(source)
         ),
     };
+    let named_by = match answer["user_source"].as_str() {
+        Some("nobody") => "the request names none".to_owned(),
+        _ => format!("named by {}", cell(&answer["user_source"])),
+    };
     let mut lines = vec![
         format!("model    {}", cell(&answer["model"])),
         format!(
-            "user     {}, by {}; priority {}",
+            "user     {} ({named_by}), priority {}",
             cell(&answer["user"]),
-            cell(&answer["user_source"]),
             cell(&answer["priority"])
         ),
         format!("session  {session}"),

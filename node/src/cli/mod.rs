@@ -1,6 +1,7 @@
 //! The command line: names of the commands, and exit codes (0 done, 1 failed, 2 bad usage or
 //! config). Results go to stdout, logs and errors to stderr.
 
+mod audit;
 mod backends;
 mod backup;
 mod cert;
@@ -104,6 +105,8 @@ enum CliCommand {
     Decisions(decisions::DecisionsArgs),
     /// Follow what changes in the cluster
     Events(read::ReadArgs),
+    /// Show who wrote what to the cluster
+    Audit(audit::AuditArgs),
     /// Add, promote or remove cluster members
     #[command(subcommand)]
     Member(cluster::MemberCommand),
@@ -118,7 +121,7 @@ enum CliCommand {
     /// Look at the log of a stopped replica
     #[command(subcommand)]
     Log(log::LogCommand),
-    /// Set a damaged store aside so that the replica can rejoin under a new id
+    /// Set a damaged store aside so that the replica can rejoin
     Recover(recover::RecoverArgs),
     /// Make tokens for the admin API
     #[command(subcommand)]
@@ -200,6 +203,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         CliCommand::Routing(command) => block_on(policy::settings("routing", command)),
         CliCommand::Admission(command) => block_on(policy::settings("admission", command)),
         CliCommand::Events(args) => block_on(events::run(args)),
+        CliCommand::Audit(args) => block_on(audit::run(args)),
         CliCommand::Explain(args) => block_on(explain::run(args)),
         CliCommand::Decisions(args) => block_on(decisions::list(args)),
         CliCommand::Log(command) => block_on(log::run(command)),

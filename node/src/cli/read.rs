@@ -40,13 +40,11 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let warnings = readiness["warnings"].as_array().into_iter().flatten();
     let reasons: Vec<String> = reasons
         .chain(warnings)
-        .map(|reason| format!("\n         {}", cell(reason)))
+        .map(|reason| format!("\n{}", terminal::indented(&cell(reason), 9)))
         .collect();
     let hashing = match cluster["hashes_keyed"].as_bool() {
-        Some(false) if !cluster["cluster_id"].is_null() => {
-            " (blocks hashed without a secret: founded by an earlier build)"
-        }
-        Some(_) | None => "",
+        Some(false) => " (blocks hashed without a secret: founded by an earlier build)",
+        Some(true) | None => "",
     };
     let lines = [
         format!(

@@ -1,5 +1,6 @@
 //! What `quorate dev` says about its cluster: where it listens and why there, and what to try.
 
+use lab::terminal::indented;
 use state::command::BackendSpec;
 
 use super::DevLoad;
@@ -22,7 +23,7 @@ impl DevHints<'_> {
         let mut lines = Vec::new();
         if let Some(taken) = &self.fleet.moved {
             lines.push(format!(
-                "Not at the usual ports, 8080 to 8102, but at free ones: {taken}."
+                "Not at the usual ports, 8080 to 8102, but at free ones. {taken}."
             ));
         }
         let replicas = self.fleet.data_urls().join(", ");
@@ -37,7 +38,8 @@ impl DevHints<'_> {
                 load.requests,
             ));
         }
-        lines.join("\n")
+        let fitted: Vec<String> = lines.iter().map(|line| indented(line, 0)).collect();
+        fitted.join("\n")
     }
 
     /// What to do with the cluster.
@@ -69,18 +71,23 @@ impl DevHints<'_> {
 /// The same prompt for the first two replicas, as a command for a shell.
 fn request(model: &str, data: &[String]) -> String {
     let model = serde_json::Value::from(model).to_string();
-    let body = format!(r#"{{"model":{model},"messages":[{{"role":"user","content":""#);
+    // A line break between two fields keeps the lines short.
+    let body = format!(
+        "{{\"model\":{model},\"max_tokens\":16,\n         \
+         \"messages\":[{{\"role\":\"user\",\"content\":\""
+    );
     format!(
         "PROMPT=$(printf 'Tell me about quorums. %.0s' $(seq 40))\n\
          for URL in {} {}; do\n  \
            curl -sD- -o /dev/null $URL/v1/chat/completions \\\n    \
              -H 'content-type: application/json' \\\n    \
-             -d {}\"$PROMPT\"{} | grep x-quorate-prefix\n\
+             -d {}\"$PROMPT\"{} |\n    \
+             grep x-quorate-prefix\n\
          done",
         data[0],
         data[1],
         quoted(&body),
-        quoted(r#""}],"max_tokens":16}"#),
+        quoted(r#""}]}"#),
     )
 }
 

@@ -132,8 +132,10 @@ fn the_hints_lead_to_a_prefix_hit_and_nothing_is_left_behind() {
     let readme = std::fs::read_to_string(readme).unwrap();
     let prompt = out.lines().find(|line| line.starts_with("PROMPT="));
     assert!(readme.contains(prompt.unwrap()), "{prompt:?}");
-    // What the loop of the hint sends.
+    // What the loop of the hint sends, which fits a terminal.
     let (_, loop_) = out.split_once("for URL in ").unwrap();
+    let (sent, _) = loop_.split_once("\ndone").unwrap();
+    assert!(sent.lines().all(|line| line.len() <= 70), "{sent}");
     let urls: Vec<&str> = loop_.split(';').next().unwrap().split(' ').collect();
     let prompt = "Tell me about quorums. ".repeat(40);
     let message = json!({ "role": "user", "content": prompt });

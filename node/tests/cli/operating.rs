@@ -105,6 +105,29 @@ fn backends_are_added_changed_drained_and_removed() {
 }
 
 #[test]
+fn writes_are_audited() {
+    let operator = Operator::new();
+    operator.done("user set ada --weight 2");
+    operator.refused("user delete nobody");
+    let writes = operator.done("audit");
+    let mut lines = writes.lines();
+    assert!(lines.next().unwrap().contains("action"), "{writes}");
+    // The newest, and what came through this replica has an address.
+    let newest = lines.next().unwrap();
+    for part in ["put-user", "ada", "127.0.0.1"] {
+        assert!(newest.contains(part), "{writes}");
+    }
+    assert!(writes.contains("init-cluster"), "{writes}");
+    assert_eq!(operator.done("audit --limit 1").lines().count(), 2);
+    let calls = operator.done("audit --calls");
+    let refused = calls.lines().nth(1).unwrap();
+    for part in ["DELETE", "/admin/v1/users/nobody", "404"] {
+        assert!(refused.contains(part), "{calls}");
+    }
+    assert_eq!(operator.json("audit")["writes"][0]["subject"], "ada");
+}
+
+#[test]
 fn policies_admission_and_users_are_set() {
     let operator = Operator::new();
     operator.done("policy set prefix-cache imbalance_abs_count=8");

@@ -74,7 +74,9 @@ fn busy_replica() -> (Engine, Replica, String) {
 fn results_fit_80_columns_in_whole_words() {
     let (_engine, _replica, admin) = busy_replica();
     let prompt = ["explain", "--model", "emulated", "--prompt", "hi"];
-    let commands: [&[&str]; 10] = [
+    let commands: [&[&str]; 12] = [
+        &["audit"],
+        &["audit", "--calls"],
         &["status"],
         &["backends"],
         &["backend", "show", "engine-that-answers"],

@@ -11,7 +11,7 @@ use api::shown::escaped_lines;
 
 pub use progress::{BYTES, COUNT, progress_bar};
 pub use screen::{columns_of, is_coloured, show_all_columns};
-pub use table::{Column, FittedTable, column};
+pub use table::{Column, FittedTable, column, indented};
 
 /// Exit status of a command that a signal ended early: 128 and the number of SIGINT.
 pub const INTERRUPTED: u8 = 130;

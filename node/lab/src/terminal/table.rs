@@ -194,6 +194,16 @@ impl fmt::Display for FittedTable {
     }
 }
 
+/// Breaks a text between words to fit the terminal of stdout, each line behind `indent` blanks.
+#[must_use]
+pub fn indented(text: &str, indent: usize) -> String {
+    let width = screen::columns().map_or(usize::MAX, |columns| columns.saturating_sub(indent));
+    let blank = " ".repeat(indent);
+    let lines = wrapped(text, width);
+    let lines: Vec<String> = lines.iter().map(|line| format!("{blank}{line}")).collect();
+    lines.join("\n")
+}
+
 /// Breaks a text between words; a word that is wider than a line has one for itself.
 fn wrapped(text: &str, width: usize) -> Vec<String> {
     if text.width() <= width {
