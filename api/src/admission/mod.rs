@@ -43,6 +43,7 @@ use tokio_util::sync::CancellationToken;
 pub use entry::{AdmissionRejection, AdmissionRequest, Admitted};
 pub use line::ModelQueueView;
 pub use metrics::AdmissionMetrics;
+pub(crate) use quota::{LimitLeft, LimitsLeft};
 
 use crate::clock::LogTime;
 use crate::routing::{

@@ -49,6 +49,7 @@ mod outcome;
 mod pace;
 mod piece;
 mod proxied;
+mod ratelimit;
 mod reading;
 mod relay;
 mod request;
@@ -75,6 +76,7 @@ use http::{HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use state::StateView;
+use state::ids::UserKey;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
@@ -289,6 +291,7 @@ impl Proxy {
         let (version, dialect) = (head.version, Dialect::of(head.uri.path()));
         let origin = self.settings.cors.verdict(&head.headers);
         let ignored = self.requests.ignored(&head.headers);
+        let mut user = None;
         let handled = async {
             if !is_within {
                 ledger.is_refused();
@@ -297,7 +300,9 @@ impl Proxy {
             if let Some(answer) = origin.preflight(&head.method, &head.headers) {
                 return Ok(ForwardResult::Held(answer));
             }
-            self.handle(peer, id.clone(), head, body, &mut ledger).await
+            let request = (head, body);
+            self.handle((peer, id.clone()), request, &mut ledger, &mut user)
+                .await
         };
         let handled = handled.instrument(span).await;
         let mut response = match handled {
@@ -310,6 +315,9 @@ impl Proxy {
         let (expose, headers) = (self.settings.expose, response.headers_mut());
         expose.origin(headers, dialect, id, &self.replica);
         expose.ignored(headers, ignored);
+        if let Some(left) = user.and_then(|user| self.admission.limits_left(user)) {
+            ratelimit::tell(headers, &left);
+        }
         origin.tell(headers);
         response
     }
@@ -353,11 +361,10 @@ impl Proxy {
 
     async fn handle(
         self: &Arc<Self>,
-        peer: HeaderValue,
-        request_id: HeaderValue,
-        head: http::request::Parts,
-        mut body: Incoming,
+        (peer, request_id): (HeaderValue, HeaderValue),
+        (head, mut body): (http::request::Parts, Incoming),
         ledger: &mut RequestMetricsGuard,
+        user: &mut Option<UserKey>,
     ) -> Result<ForwardResult, ProxyError> {
         let (held_bytes_max, requests_max) = {
             let limits = self.limits.load();
@@ -394,6 +401,7 @@ impl Proxy {
         let (read, ids) = self.requests.read(&told, &holder, &mut body_bytes).await?;
         // As long as the prompt, and not needed any more.
         drop(ids);
+        *user = Some(read.user.key(self.requests.hash_seed()));
         let model = &read.parsed.model;
         let is_served = || models::is_served(&self.view.registry(), model);
         ledger.is_for(self.metrics.models.meter(model, is_served));

@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use api::proxy::{ApiKeys, ProxySettings};
+use state::command::Command;
+use state::quotas::{UserLimits, WINDOW_MS_MAX};
 
 use super::client::{Client, chat, post};
 use super::engine::{Engine, Step, json};
@@ -183,4 +185,35 @@ async fn a_path_that_is_not_served_is_refused_before_its_body() {
     assert_eq!(fleet.client().await.ask(chat("")).await.status, 200);
     unserved.send("1234567").await;
     assert_eq!(unserved.answer().await.status, 404);
+}
+
+#[tokio::test]
+async fn an_answer_says_what_is_left_of_its_users_limits() {
+    let (_engine, fleet) = start(|_| {}).await;
+    fleet.apply(Command::PutUserLimits {
+        name: "ada".to_owned(),
+        limits: UserLimits {
+            requests: Some(2),
+            tokens: Some(1_000_000),
+            window_ms: Some(WINDOW_MS_MAX),
+            ..UserLimits::default()
+        },
+    });
+    let ask = async |user: &str| {
+        let headers = format!("content-type: application/json\r\nx-quorate-user: {user}\r\n");
+        let body = r#"{"model":"m","prompt":"hello"}"#;
+        let request = post("/v1/completions", &headers, body);
+        fleet.client().await.ask(request).await
+    };
+    for (status, left) in [(200, "1"), (200, "0"), (429, "0")] {
+        let answer = ask("ada").await;
+        assert_eq!(answer.status, status, "{}", answer.body);
+        assert_eq!(answer.header("x-ratelimit-limit-requests"), Some("2"));
+        assert_eq!(answer.header("x-ratelimit-remaining-requests"), Some(left));
+        assert!(answer.header("x-ratelimit-reset-requests").is_some());
+        assert_eq!(answer.header("x-ratelimit-limit-tokens"), Some("1000000"));
+    }
+    let unlimited = ask("bob").await;
+    let is_told = |(name, _): &(String, String)| name.starts_with("x-ratelimit");
+    assert!(!unlimited.headers.iter().any(is_told), "{unlimited:?}");
 }

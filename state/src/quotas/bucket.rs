@@ -106,6 +106,20 @@ impl Consumed {
         }
     }
 
+    /// Returns how long it takes until all of the limits are there again, if nothing is used
+    /// meanwhile, in milliseconds: for requests and for tokens.
+    pub(super) fn resets_ms(&self, limits: &UserLimits, now_ms: u64) -> [u64; 2] {
+        let spent = self.drained(limits, now_ms);
+        let reset = |used: u128, limit: Option<u64>| {
+            let wait = used.div_ceil(u128::from(limit?.max(1)));
+            Some(u64::try_from(wait).unwrap_or(u64::MAX))
+        };
+        [
+            reset(spent.requests, limits.requests.map(u64::from)).unwrap_or_default(),
+            reset(spent.tokens, limits.tokens).unwrap_or_default(),
+        ]
+    }
+
     /// Returns the whole units left.
     pub(super) fn left(&self, limits: &UserLimits, now_ms: u64) -> RemainingLimits {
         let spent = self.drained(limits, now_ms);

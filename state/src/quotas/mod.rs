@@ -130,6 +130,13 @@ impl Quota {
         }
     }
 
+    /// Returns how long it takes until the limits per window are whole again, if nothing is used
+    /// meanwhile, in milliseconds: for requests and for tokens.
+    #[must_use]
+    pub fn resets_ms(&self, now_ms: u64) -> [u64; 2] {
+        self.consumed.resets_ms(&self.limits, now_ms)
+    }
+
     fn open(&self) -> u64 {
         self.in_flight.saturating_add(self.waiting)
     }

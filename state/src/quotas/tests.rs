@@ -218,3 +218,14 @@ fn bounds_of_limits_are_named() {
         limits.concurrent: at least 1"#]]
     .assert_eq(&faults);
 }
+
+#[test]
+fn limits_are_whole_again_when_what_was_used_has_drained() {
+    let limits = limits(Some(20), Some(100), 1000);
+    let used = quota(limits, spent(&limits, &[(10_000, 10, 150)]));
+    assert_eq!(used.resets_ms(10_000), [500, 1500]);
+    assert_eq!(used.resets_ms(10_600), [0, 900]);
+    assert_eq!(used.left(10_600).tokens, Some(10));
+    let unlimited = quota(UserLimits::default(), Consumed::default());
+    assert_eq!(unlimited.resets_ms(10_000), [0, 0]);
+}

@@ -1,0 +1,66 @@
+//! `x-ratelimit-*`: what clients are told of their own limits, in the form of OpenAI's API, so that
+//! SDKs and gateways slow down before they are refused.
+
+use http::{HeaderMap, HeaderName, HeaderValue};
+
+use crate::admission::{LimitLeft, LimitsLeft};
+
+/// Headers of one limit: its size, what is left of it, and when it is whole again.
+type LimitHeaders = [HeaderName; 3];
+
+const REQUESTS: LimitHeaders = [
+    HeaderName::from_static("x-ratelimit-limit-requests"),
+    HeaderName::from_static("x-ratelimit-remaining-requests"),
+    HeaderName::from_static("x-ratelimit-reset-requests"),
+];
+const TOKENS: LimitHeaders = [
+    HeaderName::from_static("x-ratelimit-limit-tokens"),
+    HeaderName::from_static("x-ratelimit-remaining-tokens"),
+    HeaderName::from_static("x-ratelimit-reset-tokens"),
+];
+
+/// Adds to an answer what is left of its user's limits, as far as there are any. What an engine
+/// says of limits of its own is replaced then.
+pub(super) fn tell(headers: &mut HeaderMap, left: &LimitsLeft) {
+    for (names, limit) in [(REQUESTS, &left.requests), (TOKENS, &left.tokens)] {
+        let Some(limit) = limit else {
+            continue;
+        };
+        let [size, remaining, reset] = names;
+        headers.insert(size, HeaderValue::from(limit.limit));
+        headers.insert(remaining, HeaderValue::from(limit.left));
+        headers.insert(reset, span(limit));
+    }
+}
+
+/// The time until a limit is whole again, as a duration with its unit.
+fn span(limit: &LimitLeft) -> HeaderValue {
+    let text = match limit.reset_ms {
+        ms @ 0..1000 => format!("{ms}ms"),
+        ms => format!("{}s", ms.div_ceil(1000)),
+    };
+    HeaderValue::try_from(text).expect("digits and letters are visible ascii")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_limits_that_there_are_are_told() {
+        let mut headers = HeaderMap::new();
+        let left = LimitsLeft {
+            requests: None,
+            tokens: Some(LimitLeft {
+                limit: 100,
+                left: 40,
+                reset_ms: 1200,
+            }),
+        };
+        tell(&mut headers, &left);
+        assert_eq!(headers.len(), 3);
+        assert_eq!(headers["x-ratelimit-limit-tokens"], "100");
+        assert_eq!(headers["x-ratelimit-remaining-tokens"], "40");
+        assert_eq!(headers["x-ratelimit-reset-tokens"], "2s");
+    }
+}
