@@ -124,7 +124,7 @@ fn bad_usage_exits_2() {
         &["serve", "--nonsense"],
         &["no-such-command"],
         &["explain"],
-        &["status", "--admin", "https://127.0.0.1:1"],
+        &["status", "--admin", "ftp://127.0.0.1:1"],
         &["member", "promote", "0"],
     ] {
         assert_eq!(quorate(args).status.code(), Some(2), "{args:?}");
