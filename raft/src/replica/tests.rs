@@ -195,7 +195,9 @@ async fn what_a_removed_member_told_before_does_not_bring_it_back() {
         matches!(&late, Outcome::Refused(why) if why == "replica 2 is no member"),
         "{late:?}"
     );
-    assert!(!one.status().members.contains_key(&2));
+    let mut status = one.watch();
+    let gone = status.wait_for(|status| !status.members.contains_key(&2));
+    gone.await.unwrap();
     one.shutdown().await;
     two.shutdown().await;
 }
