@@ -40,6 +40,19 @@ async fn users(http: &Http, at: &Addresses) -> Vec<Value> {
         .collect()
 }
 
+/// Waits until the state has charged a user for a request that is over.
+async fn charged(http: &Http, at: &Addresses, user: &str) {
+    let url = format!("http://{}/admin/v1/users", at.admin);
+    let name = format!("body:{user}");
+    let is_charged = async || {
+        let (_, answer) = http.get(&url).await;
+        let users = answer["users"].as_array().unwrap();
+        let is_done = |it: &&Value| it["in_flight"] == 0 && it["last_charge_ms"] != 0;
+        users.iter().filter(is_done).any(|it| it["name"] == *name)
+    };
+    until("a user is charged", is_charged).await;
+}
+
 async fn owned(http: &Http, at: &Addresses) -> Value {
     let url = format!("http://{}/admin/v1/ownership", at.admin);
     let (_, mut answer) = http.get(&url).await;
@@ -63,7 +76,7 @@ async fn a_new_cluster_goes_on_from_a_backup() {
         let headers = http.chat(&at[0], user, "Is the lamp lit?").await;
         backends.push(headers["x-quorate-backend"].clone());
         // Beside a request under way, the next could go to the other engine: both would own blocks.
-        http.quiet(&at[0]).await;
+        charged(&http, &at[0], user).await;
     }
     http.agree(&at).await;
 

@@ -123,7 +123,7 @@ async fn a_log_is_replayed_to_the_state_that_a_replica_had() {
     let explain = ["--explain", asked.to_str().unwrap()];
     let told = done(&at, &[&replay[..], &explain].concat()).await;
     assert!(
-        told.contains("user     ada, by header:x-quorate-user"),
+        told.contains("user     ada (named by header:x-quorate-user)"),
         "{told}"
     );
     assert!(
