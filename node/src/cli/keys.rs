@@ -14,7 +14,7 @@ use super::client::encoded;
 use super::edit::WriteArgs;
 use super::read::{ReadArgs, print_json};
 use super::table::cell;
-use super::token::write_secret;
+use super::token::SecretFile;
 
 /// What to do with API keys.
 #[derive(Debug, Subcommand)]
@@ -95,8 +95,7 @@ pub(super) async fn run(command: KeyCommand) -> anyhow::Result<ExitCode> {
         KeyCommand::Rotate { id, grace, told } => {
             let grace = grace.map_or(String::new(), |grace| format!("?grace={}", encoded(&grace)));
             let path = format!("{}/rotate{grace}", path_of(&id));
-            let answer = told.write.target.send(Method::POST, &path, None).await?;
-            told.tell(&answer)
+            told.draw(&path, None).await
         }
     }
 }
@@ -119,23 +118,32 @@ async fn create(args: CreateKeyArgs) -> anyhow::Result<ExitCode> {
     } else if let Some(at) = args.expires_at {
         body["expires_at"] = json!(at);
     }
-    let target = &args.told.write.target;
-    let answer = target.send(Method::POST, "/admin/v1/keys", Some(&body));
-    args.told.tell(&answer.await?)
+    args.told.draw("/admin/v1/keys", Some(&body)).await
 }
 
 impl SecretArgs {
-    /// Tells a secret, this once.
-    fn tell(&self, answer: &Value) -> anyhow::Result<ExitCode> {
+    /// Has a secret drawn and tells it, this once.
+    async fn draw(&self, path: &str, body: Option<&Value>) -> anyhow::Result<ExitCode> {
+        let file = self.out.as_deref().map(SecretFile::create).transpose()?;
+        match self.write.target.send(Method::POST, path, body).await {
+            Ok(answer) => self.tell(&answer, file),
+            Err(error) => {
+                file.map_or(Ok(()), SecretFile::discard)?;
+                Err(error)
+            }
+        }
+    }
+
+    fn tell(&self, answer: &Value, file: Option<SecretFile>) -> anyhow::Result<ExitCode> {
         let (id, secret) = (cell(&answer["id"]), cell(&answer["secret"]));
-        let Some(out) = &self.out else {
+        let Some(file) = file else {
             if self.write.json {
                 return print_json(answer);
             }
             terminal::print(format_args!("id      {id}\nsecret  {secret}"))?;
             return Ok(ExitCode::SUCCESS);
         };
-        write_secret(out, &secret)?;
+        file.write(&secret)?;
         if self.write.json {
             let mut answer = answer.clone();
             if let Some(answer) = answer.as_object_mut() {

@@ -1,6 +1,6 @@
 //! `quorate token`: makes tokens for the admin API.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -39,18 +39,38 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
         terminal::print(format_args!("token  {}\nline   {}", made.secret, made.line))?;
         return Ok(ExitCode::SUCCESS);
     };
-    write_secret(&out, &made.secret)?;
+    SecretFile::create(&out)?.write(&made.secret)?;
     terminal::print(made.line)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Writes a secret to a new file that only its owner can read.
-pub(super) fn write_secret(out: &Path, secret: &str) -> anyhow::Result<()> {
-    let file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(out);
-    let written = file.and_then(|mut file| writeln!(file, "{secret}"));
-    written.with_context(|| format!("write {}", out.display()))
+/// A new file for a secret, which only its owner can read. It is there before the secret is drawn, so
+/// that no secret is drawn that cannot be kept.
+pub(super) struct SecretFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl SecretFile {
+    pub(super) fn create(path: &Path) -> anyhow::Result<Self> {
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(path);
+        let file = file.with_context(|| format!("write {}", path.display()))?;
+        let path = path.to_owned();
+        Ok(Self { path, file })
+    }
+
+    pub(super) fn write(mut self, secret: &str) -> anyhow::Result<()> {
+        let written = writeln!(self.file, "{secret}");
+        written.with_context(|| format!("write {}", self.path.display()))
+    }
+
+    /// Removes the file: there is no secret.
+    pub(super) fn discard(self) -> anyhow::Result<()> {
+        let removed = std::fs::remove_file(&self.path);
+        removed.with_context(|| format!("remove {}", self.path.display()))
+    }
 }
