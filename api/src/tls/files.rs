@@ -40,7 +40,8 @@ pub struct NamedFile {
 pub struct CertificateFacts {
     /// Common name of the subject; empty if it has none.
     pub subject: String,
-    /// The DNS names, addresses and URIs that it is valid for.
+    /// The DNS names and addresses that it is valid for. Names of other forms may read like these, and
+    /// not every authority checks them.
     pub names: Vec<String>,
     /// When it expires, in seconds since 1970.
     pub not_after_s: i64,
@@ -207,7 +208,7 @@ impl CertificateFacts {
 
 fn shown(name: &GeneralName<'_>) -> Option<String> {
     match name {
-        GeneralName::DNSName(name) | GeneralName::URI(name) => Some((*name).to_owned()),
+        GeneralName::DNSName(name) => Some((*name).to_owned()),
         GeneralName::IPAddress(bytes) => match **bytes {
             [a, b, c, d] => Some(std::net::Ipv4Addr::new(a, b, c, d).to_string()),
             _ => {
