@@ -70,7 +70,12 @@ fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
                 .eq_ignore_ascii_case(b"bearer ")
                 .then(|| key.trim_ascii())
         });
-    let key = bearer.or_else(|| headers.get(&API_KEY).map(http::HeaderValue::as_bytes));
+    let plain = || {
+        headers
+            .get(&API_KEY)
+            .map(|value| value.as_bytes().trim_ascii())
+    };
+    let key = bearer.or_else(plain);
     key.filter(|key| !key.is_empty())
 }
 
