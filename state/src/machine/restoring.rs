@@ -270,11 +270,14 @@ impl RouterState {
         self.audit().find(is_it).map(|entry| entry.index)
     }
 
-    /// Whether a backup may replace this state without `force`: it holds no users, blocks or
-    /// leases. Backends and settings may exist, because the config of a new cluster creates them.
+    /// Whether a backup may replace this state without `force`: it holds no users, blocks,
+    /// leases or API keys. Backends and settings may exist, because the config of a new cluster creates them.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.users.len() == 0 && self.ownership.owned_total() == 0 && self.leases.len() == 0
+        self.users.len() == 0
+            && self.ownership.owned_total() == 0
+            && self.leases.len() == 0
+            && self.keys.is_empty()
     }
 
     /// Abandons an idle restore.
