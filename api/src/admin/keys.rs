@@ -40,9 +40,9 @@ struct ApiKeyDetail {
 }
 
 impl ApiKeyDetail {
-    fn of(key: &ApiKey, calendar_ms: u64) -> Self {
-        let is_expired = key.is_expired(calendar_ms);
-        let former = key.former.filter(|it| it.until_ms > calendar_ms);
+    fn of(key: &ApiKey, now_ms: u64) -> Self {
+        let is_expired = key.is_expired(now_ms);
+        let former = key.former.filter(|it| it.until_ms > now_ms);
         Self {
             id: key.spec.id.to_string(),
             name: key.spec.name.clone(),
@@ -109,7 +109,7 @@ pub(super) async fn list(
     let limit = page.limit()?;
     at_level(&admin, query.read).await?;
     let index = admin.view.applied();
-    let calendar_ms = admin.view.calendar_ms();
+    let now_ms = admin.clock.unix_ms();
     let all = admin.view.keys();
     let wanted = all.after(after).filter(|key| {
         let user = query.user.as_ref();
@@ -118,7 +118,7 @@ pub(super) async fn list(
     // One more than requested shows whether there are more.
     let mut keys: Vec<_> = wanted
         .take(limit + 1)
-        .map(|key| ApiKeyDetail::of(key, calendar_ms))
+        .map(|key| ApiKeyDetail::of(key, now_ms))
         .collect();
     let mut next_cursor = None;
     if keys.len() > limit {
@@ -144,7 +144,7 @@ pub(super) async fn show(
     let key = keys
         .get(id)
         .ok_or_else(|| not_found(format!("no API key has the id {id}")))?;
-    let key = ApiKeyDetail::of(key, admin.view.calendar_ms());
+    let key = ApiKeyDetail::of(key, admin.clock.unix_ms());
     Ok(json(&KeyResponse { index, key }))
 }
 

@@ -102,7 +102,7 @@ pub struct Admin {
     pub load: Arc<LoadTable>,
     /// What the log does not know yet.
     pub outbox: Arc<SharedOutbox>,
-    /// Dates backups.
+    /// The cluster's: dates backups, and tells which keys have expired.
     pub clock: Clock,
     /// Queues of waiting requests.
     pub admission: Arc<Admission>,

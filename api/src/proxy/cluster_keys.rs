@@ -11,7 +11,7 @@ use state::keys::{ApiKey, FoundKey};
 use super::keys::Holder;
 use super::models::shown_model;
 use crate::api_keys::{KeyRules, secret_hash};
-use crate::clock::LogTime;
+use crate::clock::Clock;
 use crate::error::ProxyError;
 
 /// Most bytes of models or paths that a refusal lists.
@@ -20,15 +20,15 @@ const LISTED_BYTES_MAX: usize = 512;
 /// The cluster's keys, as the data plane asks for them.
 pub(super) struct ClusterKeys {
     view: Arc<StateView>,
-    /// The cluster's calendar, also between two commands.
-    calendar: LogTime,
+    /// The cluster's clock, which goes on while no command is written.
+    clock: Clock,
 }
 
 impl ClusterKeys {
-    pub(super) fn new(view: &Arc<StateView>) -> Self {
+    pub(super) fn new(view: &Arc<StateView>, clock: &Clock) -> Self {
         Self {
             view: Arc::clone(view),
-            calendar: LogTime::default(),
+            clock: clock.clone(),
         }
     }
 
@@ -38,8 +38,7 @@ impl ClusterKeys {
             return Err(ProxyError::StaleKeys);
         }
         let secret = secret_hash(self.view.registry().hash_seed, key);
-        let calendar_ms = self.calendar.present_ms(self.view.calendar_ms());
-        match self.view.keys().find(&secret, calendar_ms) {
+        match self.view.keys().find(&secret, self.clock.unix_ms()) {
             FoundKey::Live(key) => Ok(Holder::Cluster(key)),
             FoundKey::Expired => Err(ProxyError::ExpiredKey),
             FoundKey::Unknown => Err(ProxyError::BadKey),

@@ -104,7 +104,7 @@ impl RequestReader {
             reader: Arc::clone(router.reader()),
             decider: Arc::clone(router.decider()),
             view: Arc::clone(router.view()),
-            keys: ClusterKeys::new(router.view()),
+            keys: ClusterKeys::new(router.view(), router.clock()),
             settings,
         }
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::api_keys::{ListAge, NewSecret, WhenStale, draw_id};
+use api::clock::Clock;
 use api::proxy::{ApiKeys, ProxySettings};
 use serde_json::json;
 use state::command::Command;
@@ -14,8 +15,10 @@ use super::client::{Answer, post};
 use super::engine::{Engine, json as answer_json};
 use super::fleet::Fleet;
 
-/// The replicated time of the fleet's commands.
-const NOW_MS: u64 = 1;
+/// What the fleet's clock shows.
+fn now_ms() -> u64 {
+    Clock::default().unix_ms()
+}
 
 struct Key {
     id: ApiKeyId,
@@ -33,7 +36,7 @@ fn created(fleet: &Fleet, change: impl FnOnce(&mut ApiKeySpec)) -> Key {
         ..ApiKeySpec::default()
     };
     change(&mut spec);
-    fleet.apply(Command::CreateKey(Box::new(spec)));
+    fleet.apply_at(now_ms(), Command::CreateKey(Box::new(spec)));
     Key { id, secret }
 }
 
@@ -65,7 +68,7 @@ async fn a_revoked_key_is_refused_by_every_replica_and_ends_with_its_grace() {
         secret: secret.hash(fleets[0].hash_seed()),
         grace_ms,
     };
-    fleets[0].apply(rotate(&second, 3_600_000));
+    fleets[0].apply_at(now_ms(), rotate(&second, 3_600_000));
     for secret in [&key.secret, &second] {
         assert_eq!(with(&fleets[1], secret).await.status, 200);
     }
@@ -126,7 +129,9 @@ async fn a_key_is_for_its_models_and_paths_until_it_expires() {
     let listed = fleet.client().await.ask(models).await;
     let listed: serde_json::Value = serde_json::from_str(&listed.body).unwrap();
     assert_eq!(listed["data"], json!([]));
-    let brief = created(&fleet, |spec| spec.expires_at_ms = Some(NOW_MS + 1));
+    // No command tells how late it is.
+    let brief = created(&fleet, |spec| spec.expires_at_ms = Some(now_ms() + 2000));
+    assert_eq!(with(&fleet, &brief.secret).await.status, 200);
     tokio::time::timeout(Duration::from_secs(10), async {
         while with(&fleet, &brief.secret).await.status == 200 {}
     })

@@ -245,6 +245,11 @@ impl Fleet {
     }
 
     pub(crate) fn apply(&self, command: Command) {
+        self.apply_at(1, command);
+    }
+
+    /// The same, proposed when the clock showed so much.
+    pub(crate) fn apply_at(&self, proposed_at_ms: u64, command: Command) {
         let mut log = self.log.0.lock().unwrap();
         let (replica, session, lane) = (ReplicaId(1), SessionId(1), Lane::Admin);
         let origin = Origin {
@@ -257,7 +262,7 @@ impl Fleet {
             &mut log,
             &Envelope {
                 origin,
-                proposed_at_ms: 1,
+                proposed_at_ms,
                 command,
             },
         );

@@ -4,8 +4,8 @@
 //! carry a keyed hash of it only ([`SecretHash`]), so neither log nor snapshot nor backup holds a
 //! secret (ADR 0067). A rotation gives a key another secret; the former one is taken for a grace.
 //!
-//! Whether a key has expired is judged by the calendar as the cluster believes it
-//! (`state/src/machine/time.rs`), not by a replica's clock. Nothing happens to a key when it
+//! Whether a key has expired is judged by the cluster's clock, the median of its members' clocks
+//! (`node/src/app/clocks.rs`): it stamps commands, and goes on while none are written. Nothing happens to a key when it
 //! expires: it is refused from then on, and makes room when the table is full.
 
 mod maps;

@@ -13,7 +13,7 @@ impl RouterState {
         spec: ApiKeySpec,
     ) -> Result<(), Rejection> {
         let id = spec.id;
-        self.keys.create(spec, self.time.believed_ms())?;
+        self.keys.create(spec, self.time.stamped_ms)?;
         self.note(origin, AuditAction::CreateKey, id.to_string());
         Ok(())
     }
@@ -30,7 +30,7 @@ impl RouterState {
         id: ApiKeyId,
         (secret, grace_ms): (SecretHash, u64),
     ) -> Result<(), Rejection> {
-        let calendar_ms = self.time.believed_ms();
+        let calendar_ms = self.time.stamped_ms;
         self.keys.rotate(id, secret, grace_ms, calendar_ms)?;
         self.note(origin, AuditAction::RotateKey, id.to_string());
         Ok(())

@@ -371,8 +371,7 @@ impl RouterState {
 
     /// Publishes what passes with every command.
     fn publish_time(&self) {
-        let calendar_ms = self.time.believed_ms();
-        self.view.publish_time(self.time.now_ms, calendar_ms);
+        self.view.publish_time(self.time.now_ms);
         self.view.publish_format_4(self.time.paced.is_some());
     }
 

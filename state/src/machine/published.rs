@@ -32,7 +32,6 @@ pub struct StateView {
     registry: ArcSwap<Registry>,
     applied: AtomicU64,
     now_ms: AtomicU64,
-    calendar_ms: AtomicU64,
     /// Users' recent usage; `None` while no policy reads it.
     lately: ArcSwapOption<RecentUsage>,
     /// Whether any policy may be requested, not only the live one.
@@ -56,7 +55,6 @@ impl StateView {
             registry: ArcSwap::from_pointee(registry),
             applied: AtomicU64::new(0),
             now_ms: AtomicU64::new(0),
-            calendar_ms: AtomicU64::new(0),
             lately: ArcSwapOption::empty(),
             wants_all: AtomicBool::new(false),
             service: ArcSwap::default(),
@@ -129,14 +127,6 @@ impl StateView {
     pub fn now_ms(&self) -> u64 {
         // A number on its own: it orders nothing else.
         self.now_ms.load(Ordering::Relaxed)
-    }
-
-    /// Returns the calendar as the cluster believed it as of the applied index, as Unix
-    /// milliseconds. It can be set back.
-    #[must_use]
-    pub fn calendar_ms(&self) -> u64 {
-        // As with `now_ms`.
-        self.calendar_ms.load(Ordering::Relaxed)
     }
 
     /// Returns the API keys, as of the last command that changed one. Cheap; meant for one request,
@@ -252,9 +242,8 @@ impl StateView {
         self.keys.store(Arc::new(keys));
     }
 
-    pub(super) fn publish_time(&self, now_ms: u64, calendar_ms: u64) {
+    pub(super) fn publish_time(&self, now_ms: u64) {
         self.now_ms.store(now_ms, Ordering::Relaxed);
-        self.calendar_ms.store(calendar_ms, Ordering::Relaxed);
     }
 
     pub(super) fn publish_applied(&self, index: LogIndex) {

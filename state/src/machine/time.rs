@@ -115,12 +115,6 @@ impl ReplicatedTime {
         }
     }
 
-    /// Returns the calendar as the cluster believes it, as Unix milliseconds. Unlike the time it
-    /// can be set back.
-    pub(super) fn believed_ms(&self) -> u64 {
-        self.paced.map_or(self.now_ms, |paced| paced.stamp_ms)
-    }
-
     /// Returns how far this time is ahead of the calendar, in milliseconds.
     pub(super) fn lead_ms(&self) -> u64 {
         self.paced
