@@ -104,6 +104,8 @@ async fn beyond_the_threshold_another_engine_loads_the_adapter() {
             .await;
         assert_eq!(status, StatusCode::OK, "{answer}");
     };
+    // Of the first ones at once, two could find no engine that has it.
+    ask(7).await;
     // One runs, two wait: as many as may.
     futures_util::future::join_all((0..3).map(ask)).await;
     assert_eq!(loads().sum::<u64>(), 1, "{:?}", loads().collect::<Vec<_>>());
