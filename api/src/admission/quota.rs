@@ -6,7 +6,7 @@
 
 use state::admission::PendingCharges;
 use state::ids::UserKey;
-use state::quotas::LimitRejection;
+use state::quotas::{LimitRejection, PendingUse, Quota};
 
 use super::Admission;
 use crate::routing::UserName;
@@ -37,12 +37,7 @@ impl Admission {
         if limits.requests.is_none() && limits.tokens.is_none() {
             return None;
         }
-        let unapplied = self.dispatcher.unapplied(user);
-        let quota = self.view.quota(user);
-        let (_, pricing) = self.rules();
-        let mut pending = PendingCharges::default();
-        pending.add(&unapplied, &pricing);
-        let pending = pending.used(user);
+        let (quota, pending) = self.usage(user);
         let now_ms = self.log_time.present_ms(self.view.now_ms());
         let left = quota.left(now_ms);
         let [requests_ms, tokens_ms] = quota.resets_ms(now_ms);
@@ -76,6 +71,13 @@ impl Admission {
         if self.view.quota(user).limits.is_unbounded() {
             return Ok(());
         }
+        let (quota, pending) = self.usage(user);
+        let now_ms = self.log_time.present_ms(self.view.now_ms());
+        quota.check(now_ms, &pending)
+    }
+
+    /// What the state has of a user's limits, and what it does not know yet.
+    fn usage(&self, user: UserKey) -> (Quota, PendingUse) {
         // In this order: what is applied in between counts twice for a moment, never not at all. (Of
         // requests that ended this lets in as many too many; limits at once hold up to the lag.)
         let unapplied = self.dispatcher.unapplied(user);
@@ -83,7 +85,6 @@ impl Admission {
         let (_, pricing) = self.rules();
         let mut pending = PendingCharges::default();
         pending.add(&unapplied, &pricing);
-        let now_ms = self.log_time.present_ms(self.view.now_ms());
-        quota.check(now_ms, &pending.used(user))
+        (quota, pending.used(user))
     }
 }
