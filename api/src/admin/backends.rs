@@ -16,7 +16,9 @@ use super::answer::{ListQuery, PathName, QueryParams, ReadQuery, json, registry_
 use super::problem::{invalid, not_found};
 use super::readback::{ReadBack, ReadBackJson};
 use super::{Admin, AdminState};
-use crate::backends::{CircuitView, EngineMetrics, EngineUrl, EngineUrlError, ProbeRecord};
+use crate::backends::{
+    CircuitView, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError, ProbeRecord,
+};
 use crate::error::Problem;
 use crate::kv_events::board::BackendStreams;
 use crate::kv_events::endpoint;
@@ -323,14 +325,14 @@ pub(super) async fn put(
     }
     let url = match EngineUrl::parse(&body.url) {
         Ok(url) => {
-            allowed(&admin, "url", url.host())?;
+            allowed(&admin, "url", &EnginePlace::Host(url.host().to_owned()))?;
             url.as_str().to_owned()
         }
         // The cluster says what is wrong with it.
         Err(EngineUrlError) => body.url,
     };
-    for (field, host) in endpoint::hosts(body.kv_events.as_deref(), body.kv_replay.as_deref()) {
-        allowed(&admin, field, &host)?;
+    for (field, place) in endpoint::places(body.kv_events.as_deref(), body.kv_replay.as_deref()) {
+        allowed(&admin, field, &place)?;
     }
     let spec = BackendSpec {
         id,
@@ -356,9 +358,9 @@ pub(super) async fn put(
     submit(&admin, Command::PutBackend(spec)).await
 }
 
-/// Refuses a host that this replica would not connect to.
-fn allowed(admin: &Admin, field: &'static str, host: &str) -> Result<(), Problem> {
-    let judged = admin.backends.check_host(host);
+/// Refuses a place that this replica would not connect to.
+fn allowed(admin: &Admin, field: &'static str, place: &EnginePlace) -> Result<(), Problem> {
+    let judged = admin.backends.check_place(place);
     judged.map_err(|refused| {
         invalid(
             field,

@@ -8,7 +8,8 @@
 
 use std::fmt;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::{Component, Path, PathBuf};
 use std::str::FromStr;
 
 use tokio::net::{TcpStream, lookup_host};
@@ -16,19 +17,48 @@ use tokio::net::{TcpStream, lookup_host};
 use crate::ip_prefix::IpPrefix;
 
 /// Addresses that are refused unless a prefix has them: link-local ones, among which are those of
-/// metadata services, their NAT64 form, and the one that AWS has besides.
-const REFUSED: [IpPrefix; 4] = [
+/// most metadata services, and what clouds have besides. IPv6 addresses that stand for one of these
+/// in IPv4 are refused too ([`embedded`]).
+const REFUSED: [IpPrefix; 7] = [
     IpPrefix::new(IpAddr::V4(Ipv4Addr::new(169, 254, 0, 0)), 16),
+    // Alibaba Cloud.
+    IpPrefix::new(IpAddr::V4(Ipv4Addr::new(100, 100, 100, 200)), 32),
+    // Azure.
+    IpPrefix::new(IpAddr::V4(Ipv4Addr::new(168, 63, 129, 16)), 32),
+    // Oracle Cloud.
+    IpPrefix::new(IpAddr::V4(Ipv4Addr::new(192, 0, 0, 192)), 32),
     IpPrefix::new(IpAddr::V6(Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0)), 10),
-    IpPrefix::new(
-        IpAddr::V6(Ipv6Addr::new(0x64, 0xff9b, 0, 0, 0, 0, 0xa9fe, 0)),
-        112,
-    ),
+    // AWS.
     IpPrefix::new(
         IpAddr::V6(Ipv6Addr::new(0xfd00, 0xec2, 0, 0, 0, 0, 0, 0x254)),
         128,
     ),
+    // Google Cloud.
+    IpPrefix::new(
+        IpAddr::V6(Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)),
+        128,
+    ),
 ];
+
+/// Returns the IPv4 address that a gateway would send to for this IPv6 address: NAT64
+/// (`64:ff9b::/96`, `64:ff9b:1::/48`), 6to4 (`2002::/16`), and the forms `::a.b.c.d`,
+/// `::ffff:a.b.c.d` and `::ffff:0:a.b.c.d`.
+fn embedded(address: IpAddr) -> Option<Ipv4Addr> {
+    let IpAddr::V6(address) = address else {
+        return None;
+    };
+    let octets = address.octets();
+    let at = match address.segments() {
+        [0x2002, ..] => 2,
+        [0x64, 0xff9b, 0, 0, 0, 0, ..]
+        | [0x64, 0xff9b, 1, ..]
+        | [0, 0, 0, 0, 0, 0 | 0xffff, ..]
+        | [0, 0, 0, 0, 0xffff, 0, ..] => 12,
+        _ => return None,
+    };
+    let octets: [u8; 4] = octets[at..at + 4].try_into().expect("four of sixteen");
+    Some(octets.into())
+}
 
 /// Engines that are allowed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,13 +69,26 @@ pub enum AllowedEngines {
     Name(String),
     /// With a host name that ends so, in lower case: `.engines.internal`.
     Below(String),
+    /// With KV events at this Unix socket of the replica's host.
+    Socket(String),
+    /// With KV events at a Unix socket whose path begins so, up to a slash.
+    SocketBelow(String),
+}
+
+/// Where an engine is, or its KV events.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EnginePlace {
+    /// A host name or an address.
+    Host(String),
+    /// The path of a Unix socket.
+    Socket(PathBuf),
 }
 
 /// Text that allows no engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "expected an IP address, a prefix such as 10.0.0.0/8, or a host name such as gpu-1 or \
-     *.engines.internal"
+    "expected an IP address, a prefix such as 10.0.0.0/8, a host name such as gpu-1 or \
+     *.engines.internal, or a Unix socket such as ipc:///run/vllm/kv.sock or ipc:///run/vllm/*"
 )]
 pub struct AllowedEnginesError;
 
@@ -56,15 +99,20 @@ impl FromStr for AllowedEngines {
         if let Ok(prefix) = text.parse() {
             return Ok(Self::Network(prefix));
         }
+        if let Some(path) = text.strip_prefix("ipc://") {
+            return socket(path).ok_or(AllowedEnginesError);
+        }
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
         let (name, is_below) = match text.strip_prefix('*') {
             Some(rest) => (rest, true),
             None => (text, false),
         };
-        let starts_well = name.starts_with('.') == is_below && name.len() > 1;
+        let starts_well = name.starts_with('.') == is_below && name.len() > usize::from(is_below);
+        // As names are compared: `gpu-1.` is `gpu-1`.
+        let name = name.strip_suffix('.').unwrap_or(name);
         // What consists of digits and dots is an address that was mistyped.
         let is_name = name.bytes().any(|byte| byte.is_ascii_alphabetic());
-        if !starts_well || !is_name || !name.bytes().all(is_plain) {
+        if !starts_well || !is_name || name.ends_with('.') || !name.bytes().all(is_plain) {
             return Err(AllowedEnginesError);
         }
         let name = name.to_ascii_lowercase();
@@ -75,12 +123,34 @@ impl FromStr for AllowedEngines {
     }
 }
 
+/// Reads the path of a Unix socket, or of a directory of them with a `*` behind it.
+fn socket(path: &str) -> Option<AllowedEngines> {
+    if !is_plain_path(Path::new(path)) || path.trim_end_matches('*').contains('*') {
+        return None;
+    }
+    match path.strip_suffix('*') {
+        Some(directory) if directory.ends_with('/') => {
+            Some(AllowedEngines::SocketBelow(directory.to_owned()))
+        }
+        Some(_) => None,
+        None => Some(AllowedEngines::Socket(path.to_owned())),
+    }
+}
+
+/// Whether a path is absolute and leads nowhere but down.
+fn is_plain_path(path: &Path) -> bool {
+    let is_down = |it: Component<'_>| matches!(it, Component::RootDir | Component::Normal(_));
+    path.is_absolute() && path.components().all(is_down)
+}
+
 impl fmt::Display for AllowedEngines {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Network(prefix) => prefix.fmt(f),
             Self::Name(name) => f.write_str(name),
             Self::Below(name) => write!(f, "*{name}"),
+            Self::Socket(path) => write!(f, "ipc://{path}"),
+            Self::SocketBelow(directory) => write!(f, "ipc://{directory}*"),
         }
     }
 }
@@ -110,6 +180,38 @@ impl EngineAddressRules {
         Self { allowed }
     }
 
+    /// Judges where an engine is, without asking where a name leads.
+    ///
+    /// # Errors
+    /// [`EngineAddressError`].
+    pub fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
+        match place {
+            EnginePlace::Host(host) => self.check_host(host),
+            EnginePlace::Socket(path) => self.check_socket(path),
+        }
+    }
+
+    /// Judges a Unix socket: where anything is listed, it has to be as well.
+    ///
+    /// # Errors
+    /// [`EngineAddressError::NotListed`].
+    pub fn check_socket(&self, path: &Path) -> Result<(), EngineAddressError> {
+        let is_listed = self.allowed.iter().any(|it| match it {
+            AllowedEngines::Socket(listed) => path == Path::new(listed),
+            AllowedEngines::SocketBelow(directory) => path.starts_with(directory),
+            AllowedEngines::Network(_) | AllowedEngines::Name(_) | AllowedEngines::Below(_) => {
+                false
+            }
+        });
+        match self.allowed.is_empty() || (is_listed && is_plain_path(path)) {
+            true => Ok(()),
+            false => Err(EngineAddressError::NotListed(format!(
+                "ipc://{}",
+                path.display()
+            ))),
+        }
+    }
+
     /// Judges the host of an engine, without asking where a name leads.
     ///
     /// # Errors
@@ -130,12 +232,16 @@ impl EngineAddressRules {
     fn check(&self, host: &str, address: IpAddr) -> Result<(), EngineAddressError> {
         let is_in = |it: &AllowedEngines| match it {
             AllowedEngines::Network(prefix) => prefix.contains(address),
-            AllowedEngines::Name(_) | AllowedEngines::Below(_) => false,
+            AllowedEngines::Name(_)
+            | AllowedEngines::Below(_)
+            | AllowedEngines::Socket(_)
+            | AllowedEngines::SocketBelow(_) => false,
         };
         if self.allowed.iter().any(is_in) {
             return Ok(());
         }
-        if REFUSED.iter().any(|prefix| prefix.contains(address)) {
+        let is_refused = |address: IpAddr| REFUSED.iter().any(|it| it.contains(address));
+        if is_refused(address) || embedded(address).is_some_and(|it| is_refused(it.into())) {
             return Err(EngineAddressError::Refused(address));
         }
         match self.allowed.is_empty() || self.names(host) {
@@ -147,7 +253,9 @@ impl EngineAddressRules {
     fn names(&self, host: &str) -> bool {
         let host = host.trim_end_matches('.').to_ascii_lowercase();
         self.allowed.iter().any(|it| match it {
-            AllowedEngines::Network(_) => false,
+            AllowedEngines::Network(_)
+            | AllowedEngines::Socket(_)
+            | AllowedEngines::SocketBelow(_) => false,
             AllowedEngines::Name(name) => *name == host,
             AllowedEngines::Below(name) => host.ends_with(name),
         })
@@ -158,8 +266,19 @@ impl EngineAddressRules {
     /// # Errors
     /// Why there is none.
     pub(crate) async fn connect(&self, host: &str, port: u16) -> io::Result<TcpStream> {
+        self.connect_to(host, lookup_host((host, port)).await?)
+            .await
+    }
+
+    /// Connects to the first of the addresses that `host` leads to at this moment which is allowed
+    /// and answers.
+    async fn connect_to(
+        &self,
+        host: &str,
+        addresses: impl Iterator<Item = SocketAddr>,
+    ) -> io::Result<TcpStream> {
         let (mut refused, mut failed) = (None, None);
-        for address in lookup_host((host, port)).await? {
+        for address in addresses {
             if let Err(error) = self.check(host, address.ip()) {
                 refused = Some(error);
                 continue;
@@ -198,12 +317,29 @@ mod tests {
             (&[], "[fe80::1]", false),
             (&[], "febf::1", false),
             (&[], "fec0::1", true),
+            (&[], "100.100.100.200", false),
+            (&[], "100.100.100.201", true),
+            (&[], "168.63.129.16", false),
+            (&[], "192.0.0.192", false),
+            (&[], "fd20:ce::254", false),
+            (&[], "64:ff9b::100.100.100.200", false),
+            (&[], "64:ff9b:1::a9fe:a9fe", false),
+            (&[], "64:ff9b::10.0.0.1", true),
+            (&[], "2002:a9fe:a9fe::1", false),
+            (&[], "2002:0a00:0001::1", true),
+            (&[], "::169.254.169.254", false),
+            (&[], "::ffff:0:169.254.169.254", false),
+            (&[], "::1", true),
             (&[], "fd00:ec2::254", false),
             (&[], "fd00:ec2::255", true),
             (&["10.0.0.0/8"], "10.1.2.3", true),
             (&["10.0.0.0/8"], "11.0.0.1", false),
             (&["10.0.0.0/8"], "gpu-1", true),
             (&["GPU-1"], "gpu-1.", true),
+            (&["gpu-1."], "gpu-1", true),
+            (&["gpu-1."], "gpu-1.", true),
+            (&["*.engines.internal."], "a.engines.internal", true),
+            (&["a"], "a", true),
             (&["gpu-1"], "gpu-2", false),
             (&["gpu-1"], "10.0.0.1", false),
             (&["*.engines.internal"], "a.Engines.Internal", true),
@@ -231,6 +367,40 @@ mod tests {
         assert!(networks.check("gpu-1", address("11.0.0.1")).is_err());
         let names = rules(&["gpu-1"]);
         assert!(names.check("gpu-1", address("11.0.0.1")).is_ok());
+    }
+
+    #[tokio::test]
+    async fn a_name_that_comes_to_lead_elsewhere_is_judged_anew() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let here = listener.local_addr().unwrap();
+        let metadata: SocketAddr = "169.254.169.254:80".parse().unwrap();
+        let rules = rules(&["gpu-1"]);
+        let before = rules.connect_to("gpu-1", [here].into_iter()).await;
+        assert_eq!(before.unwrap().peer_addr().unwrap(), here);
+        let after = rules.connect_to("gpu-1", [metadata].into_iter()).await;
+        let error = after.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+        // Of several addresses only those are tried that are allowed.
+        let both = rules
+            .connect_to("gpu-1", [metadata, here].into_iter())
+            .await;
+        assert_eq!(both.unwrap().peer_addr().unwrap(), here);
+    }
+
+    #[test]
+    fn sockets_are_listed_where_anything_is() {
+        for (listed, path, is_allowed) in [
+            (&[][..], "/run/vllm/kv.sock", true),
+            (&["10.0.0.0/8"], "/run/vllm/kv.sock", false),
+            (&["ipc:///run/vllm/kv.sock"], "/run/vllm/kv.sock", true),
+            (&["ipc:///run/vllm/kv.sock"], "/run/vllm/kv.sock2", false),
+            (&["ipc:///run/vllm/*"], "/run/vllm/a/kv.sock", true),
+            (&["ipc:///run/vllm/*"], "/run/vllm-2/kv.sock", false),
+            (&["ipc:///run/vllm/*"], "/run/vllm/../docker.sock", false),
+        ] {
+            let judged = rules(listed).check_socket(Path::new(path));
+            assert_eq!(judged.is_ok(), is_allowed, "{listed:?} {path}: {judged:?}");
+        }
     }
 
     #[tokio::test]
@@ -265,6 +435,13 @@ mod tests {
             "a b",
             "a/8",
             "http://a",
+            "a..",
+            "*..",
+            "ipc://",
+            "ipc://run/x",
+            "ipc:///run/x*",
+            "ipc:///run/*/x",
+            "ipc:///run/../x",
         ] {
             assert_eq!(
                 text.parse::<AllowedEngines>(),
@@ -272,7 +449,14 @@ mod tests {
                 "{text}"
             );
         }
-        for text in ["10.0.0.0/8", "::1/128", "gpu-1", "*.a"] {
+        for text in [
+            "10.0.0.0/8",
+            "::1/128",
+            "gpu-1",
+            "*.a",
+            "ipc:///run/a",
+            "ipc:///run/*",
+        ] {
             assert_eq!(text.parse::<AllowedEngines>().unwrap().to_string(), text);
         }
     }

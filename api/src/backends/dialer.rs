@@ -5,15 +5,16 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use arc_swap::ArcSwap;
 use rustls::pki_types::ServerName;
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::{TlsConnector, TlsStream};
 
-use super::addresses::{EngineAddressError, EngineAddressRules};
+use super::addresses::{EngineAddressError, EngineAddressRules, EnginePlace};
 use super::url::EngineUrl;
 use crate::tls::{Certificates, ClientFiles, MaybeTls, TlsSetupError};
 
@@ -76,12 +77,19 @@ impl EngineDialer {
         RulesId(self.0.changes.load(Ordering::Acquire))
     }
 
-    /// Judges the host of an engine.
+    /// Judges where an engine is.
     ///
     /// # Errors
     /// [`EngineAddressError`].
-    pub(crate) fn check_host(&self, host: &str) -> Result<(), EngineAddressError> {
-        self.0.addresses.load().check_host(host)
+    pub(crate) fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
+        self.0.addresses.load().check_place(place)
+    }
+
+    /// Connects to a Unix socket of an engine. The caller bounds the wait.
+    pub(crate) async fn reach_socket(&self, path: &Path) -> io::Result<UnixStream> {
+        let judged = self.0.addresses.load().check_socket(path);
+        judged.map_err(|refused| io::Error::new(io::ErrorKind::PermissionDenied, refused))?;
+        UnixStream::connect(path).await
     }
 
     /// Connects to the host of `url`. The caller bounds the wait.

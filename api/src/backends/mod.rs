@@ -44,7 +44,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 pub use adapters::{AdapterPlace, EngineAdapters, LoraAdapters};
-pub use addresses::{AllowedEngines, AllowedEnginesError, EngineAddressError, EngineAddressRules};
+pub use addresses::{
+    AllowedEngines, AllowedEnginesError, EngineAddressError, EngineAddressRules, EnginePlace,
+};
 pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
@@ -196,8 +198,8 @@ impl Backends {
     }
 
     /// Judges the host of an engine.
-    pub(crate) fn check_host(&self, host: &str) -> Result<(), EngineAddressError> {
-        self.dialer.check_host(host)
+    pub(crate) fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
+        self.dialer.check_place(place)
     }
 
     /// Sends health changes to `events`. Only the first call has an effect.

@@ -13,6 +13,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use crate::backends::EnginePlace;
+
 /// Maximum number of data-parallel ranks of one engine.
 pub const RANKS_MAX: u16 = 64;
 
@@ -158,18 +160,26 @@ impl fmt::Display for KvAddress {
     }
 }
 
-/// Returns the hosts that these settings have a replica connect to, with the setting.
+/// Returns where these settings have a replica connect to, with the setting.
 #[must_use]
-pub fn hosts(kv_events: Option<&str>, kv_replay: Option<&str>) -> Vec<(&'static str, String)> {
+pub fn places(
+    kv_events: Option<&str>,
+    kv_replay: Option<&str>,
+) -> Vec<(&'static str, EnginePlace)> {
     let settings = [("kv_events", kv_events), ("kv_replay", kv_replay)];
-    let hosts = settings.into_iter().filter_map(|(setting, endpoint)| {
+    let places = settings.into_iter().filter_map(|(setting, endpoint)| {
         let KvEndpoint { side, address, .. } = endpoint?.parse().ok()?;
         match (side, address) {
-            (ListeningSide::Engine, KvAddress::Tcp { host, .. }) => Some((setting, host?)),
-            (ListeningSide::Here, _) | (ListeningSide::Engine, KvAddress::Ipc(_)) => None,
+            (ListeningSide::Engine, KvAddress::Tcp { host, .. }) => {
+                Some((setting, EnginePlace::Host(host?)))
+            }
+            (ListeningSide::Engine, KvAddress::Ipc(path)) => {
+                Some((setting, EnginePlace::Socket(path)))
+            }
+            (ListeningSide::Here, _) => None,
         }
     });
-    hosts.collect()
+    places.collect()
 }
 
 /// Checks the settings `kv_events` and `kv_replay` of a backend.

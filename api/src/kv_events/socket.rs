@@ -8,7 +8,7 @@ use std::io;
 use std::time::Duration;
 
 use bytes::Bytes;
-use tokio::net::{TcpListener, UnixStream};
+use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
@@ -169,7 +169,7 @@ async fn dial(
     let connecting = async {
         match address {
             KvAddress::Ipc(path) => {
-                ZmtpConnection::open(UnixStream::connect(path).await?, kind).await
+                ZmtpConnection::open(dialer.reach_socket(path).await?, kind).await
             }
             KvAddress::Tcp { host, port } => {
                 let host = host.as_deref().unwrap_or("localhost");

@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use api::backends::ProbeSettings;
 use api::proxy::FieldRules;
 
 use super::client::{chat, post};
 use super::engine::{Engine, Step, json};
-use super::fleet::Fleet;
+use super::fleet::{Fleet, eventually};
 
 #[tokio::test]
 async fn commands_in_a_body_do_not_reach_engines() {
@@ -67,14 +68,29 @@ async fn a_trusted_setup_passes_everything_on() {
 
 #[tokio::test]
 async fn a_redirect_leads_nobody_to_an_engine() {
-    let redirect = "HTTP/1.1 307 Temporary Redirect\r\nlocation: http://10.0.0.7:8000/v1\r\n\
-                    content-length: 0\r\n\r\n";
+    // Somebody who would answer, were it followed.
+    let elsewhere = Engine::always(vec![json("200 OK", "{}")]).await;
+    let there = elsewhere.address;
+    let redirect = format!(
+        "HTTP/1.1 307 Temporary Redirect\r\nlocation: http://{there}/v1\r\n\
+         content-length: 0\r\n\r\n"
+    );
     let lost = Engine::always(vec![Step::Send(redirect.into())]).await;
     let fleet = Fleet::start(&[&lost]).await;
     let answer = fleet.client().await.ask(chat("")).await;
     answer.refuses(502, "backend_redirects");
-    assert!(answer.header("location").is_none() && !answer.body.contains("10.0.0.7"));
+    let address = there.to_string();
+    assert!(answer.header("location").is_none() && !answer.body.contains(&address));
     fleet.is_idle().await;
+    let probes = ProbeSettings {
+        interval: Duration::from_millis(50),
+        ..ProbeSettings::default()
+    };
+    let _probed = Fleet::start_probed(&[&lost], probes).await;
+    let is_probe = |it: &&String| it.starts_with("GET");
+    let probes = || lost.requests().iter().filter(is_probe).count();
+    eventually("probes go on", || probes() > 5).await;
+    assert_eq!(elsewhere.connections(), 0, "{:?}", elsewhere.requests());
 
     let head = "HTTP/1.1 200 OK\r\nserver: uvicorn\r\nset-cookie: a=b\r\nlocation: /x\r\n\
                 content-length: 2\r\n\r\n{}";

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use api::backends::{EngineAddressRules, EngineHeaders, EngineKeys, EngineUrl};
+use api::backends::{EngineAddressRules, EngineHeaders, EngineKeys, EnginePlace, EngineUrl};
 use api::kv_events::endpoint;
 use api::prompt::ModelSettings;
 use http::HeaderValue;
@@ -94,11 +94,13 @@ pub(super) fn check_addresses(file: &ConfigFile, found: &mut Settings) -> Engine
     }
     for (nth, backend) in file.backends.iter().enumerate() {
         let url = EngineUrl::parse(&backend.url);
-        let url = url.iter().map(|url| ("url", url.host().to_owned()));
+        let url = url
+            .iter()
+            .map(|url| ("url", EnginePlace::Host(url.host().to_owned())));
         let (events, replay) = (backend.kv_events.as_deref(), backend.kv_replay.as_deref());
-        for (key, host) in url.chain(endpoint::hosts(events, replay)) {
+        for (key, place) in url.chain(endpoint::places(events, replay)) {
             let path = format!("backends[{nth}].{key}");
-            if let Err(refused) = rules.check_host(&host)
+            if let Err(refused) = rules.check_place(&place)
                 && found.is_sound(&path)
             {
                 let expected = "an engine that admin.backends_allow has";

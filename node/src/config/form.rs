@@ -144,8 +144,8 @@ api::forms! {
     }
     /// Engines that are allowed.
     EngineRule: AllowedEngines = "engine-rule" {
-        pattern: r"^[0-9a-zA-Z.:*_-]+(/\d+)?$",
-        expected: "an IP address, a prefix such as \"10.0.0.0/8\", or a host name such as \"gpu-1\" or \"*.engines.internal\"",
+        pattern: r"^([0-9a-zA-Z.:*_-]+(/\d+)?|ipc:///.+)$",
+        expected: "an IP address, a prefix such as \"10.0.0.0/8\", a host name such as \"gpu-1\" or \"*.engines.internal\", or a Unix socket such as \"ipc:///run/vllm/*\"",
         read: |text| text.parse().ok(),
         show: AllowedEngines::to_string,
     }
@@ -367,6 +367,7 @@ mod tests {
         reads_the_same::<Prefix>("::1");
         reads_the_same::<EngineRule>("10.0.0.0/8");
         reads_the_same::<EngineRule>("*.engines.internal");
+        reads_the_same::<EngineRule>("ipc:///run/vllm/*");
         reads_the_same::<TokenizerName>("huggingface:/a/b.json");
     }
 }

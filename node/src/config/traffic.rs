@@ -32,10 +32,11 @@ pub struct AdminConfig {
     /// get a 421 (docs/guide/security.md).
     pub hosts: Vec<Parsed<HostName>>,
     /// Engines that this replica connects to: addresses, prefixes such as `10.0.0.0/8`, host names
-    /// such as `gpu-1` or `*.engines.internal`. A name is allowed if it is listed, or leads to a
-    /// listed address. Default: all, except that link-local addresses (`169.254.0.0/16`,
-    /// `fe80::/10`), which metadata services have, and `fd00:ec2::254` have to be listed as
-    /// addresses always.
+    /// such as `gpu-1` or `*.engines.internal`, Unix sockets of KV events such as
+    /// `ipc:///run/vllm/*`. A name is allowed if it is listed, or leads to a listed address.
+    /// Default: all, except that link-local addresses (`169.254.0.0/16`, `fe80::/10`) and other
+    /// addresses of metadata services (docs/guide/security.md) have to be listed as addresses
+    /// always.
     pub backends_allow: Vec<Parsed<EngineRule>>,
     /// Requests whose decisions this replica keeps in memory for `GET /admin/v1/decisions`, the
     /// newest ones, within 64 MiB; 0: none.

@@ -493,4 +493,15 @@ async fn engines_are_put_only_where_they_may_be() {
     );
     let named = r#"{"url":"http://a.engines.internal:8000"}"#;
     assert_eq!(put(named).await.status, 200);
+    let socket = r#"{"url":"http://a.engines.internal:8000","kv_events":"ipc:///run/kv"}"#;
+    let refused = put(socket).await;
+    assert_eq!(
+        (refused.status.as_u16(), &refused.json()["field"]),
+        (400, &"kv_events".into())
+    );
+    assert!(
+        refused.body.contains("ipc:///run/kv is not in"),
+        "{}",
+        refused.body
+    );
 }

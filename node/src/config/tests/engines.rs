@@ -78,6 +78,12 @@ fn engines_of_the_config_are_where_they_may_be() {
         refused.contains("gpu-1 is not in admin.backends_allow"),
         "{refused}"
     );
+    let socket = "url = \"http://gpu-1:8000\"\nkv_events = \"ipc:///run/vllm/kv\"";
+    let refused = told("\"gpu-1.\"", socket).unwrap_err();
+    assert!(
+        refused.contains("backends[0].kv_events: ipc:///run/vllm/kv is not in"),
+        "{refused}"
+    );
     let refused = told("\"http://a\"", named).unwrap_err();
     assert!(refused.contains("admin.backends_allow[0]"), "{refused}");
 }
