@@ -278,9 +278,10 @@ impl Attempt {
         });
     }
 
-    /// Output that does not continue the prompt: other choices, reasoning, tool calls.
+    /// Output that does not continue the prompt: other choices, reasoning, tool calls. Without
+    /// bytes there is none, and what follows continues the prompt still.
     pub fn other_output(&mut self, bytes: usize) {
-        if let Some(open) = &mut self.open {
+        if let Some(open) = self.open.as_mut().filter(|_| bytes > 0) {
             open.unreported_bytes = open.unreported_bytes.saturating_add(bytes);
             if let Some(reply) = &mut open.reply {
                 reply.interrupt();

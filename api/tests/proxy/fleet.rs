@@ -110,7 +110,22 @@ impl Fleet {
         fleet
     }
 
+    /// Whose prompts are cut as `models` says.
+    pub(crate) async fn start_cutting(engines: &[&Engine], models: ModelSettings) -> Self {
+        Self::start_of(models, engines, ProbeSettings::default(), PATIENT, |_| {}).await
+    }
+
     async fn start_as(
+        engines: &[&Engine],
+        probes: ProbeSettings,
+        drain_deadline: Duration,
+        change: impl FnOnce(&mut ProxySettings),
+    ) -> Self {
+        Self::start_of(characters(), engines, probes, drain_deadline, change).await
+    }
+
+    async fn start_of(
+        models: ModelSettings,
         engines: &[&Engine],
         probes: ProbeSettings,
         drain_deadline: Duration,
@@ -122,7 +137,7 @@ impl Fleet {
             states: vec![state],
             last: 0,
         })));
-        let router = router(ReplicaId(1), view, Backends::new(probes), true);
+        let router = router_of(models, ReplicaId(1), view, Backends::new(probes), true);
         let mut settings = ProxySettings::new(ReplicaId(1));
         settings.expose = Expose::Full;
         change(&mut settings);
@@ -345,20 +360,34 @@ impl Fleet {
     }
 }
 
-/// Routes for `replica`, and keeps what its decisions go by. With `may_choose` requests choose
-/// their policy and backends.
+/// Blocks of 16 bytes.
+fn characters() -> ModelSettings {
+    ModelSettings {
+        name: "*".to_owned(),
+        tokenizer: Tokenizer::character(),
+        block_size: Some(16),
+    }
+}
+
 fn router(
     replica: ReplicaId,
     view: Arc<StateView>,
     backends: Backends,
     may_choose: bool,
 ) -> (Arc<Router>, Arc<Backends>) {
+    router_of(characters(), replica, view, backends, may_choose)
+}
+
+/// Routes for `replica`, and keeps what its decisions go by. With `may_choose` requests choose
+/// their policy and backends.
+fn router_of(
+    models: ModelSettings,
+    replica: ReplicaId,
+    view: Arc<StateView>,
+    backends: Backends,
+    may_choose: bool,
+) -> (Arc<Router>, Arc<Backends>) {
     let backends = Arc::new(backends);
-    let models = ModelSettings {
-        name: "*".to_owned(),
-        tokenizer: Tokenizer::character(),
-        block_size: Some(16),
-    };
     let router = Router::new(RouterParts {
         view,
         backends: Arc::clone(&backends),

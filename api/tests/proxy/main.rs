@@ -23,6 +23,7 @@ mod forwarding;
 mod leaving;
 mod limits;
 mod panic;
+mod predictions;
 mod retries;
 mod stalls;
 mod stored;

@@ -97,6 +97,8 @@ fn an_answer_is_known_in_the_next_turn() {
             let (decision, mut attempt) = bench.start(&first.identity);
             for part in reply.split_inclusive(' ') {
                 attempt.output(part, Instant::now());
+                // As a chunk that has nothing else.
+                attempt.other_output(0);
             }
             if is_interrupted {
                 // A thought, which the next turn leaves out.
