@@ -16,8 +16,7 @@ use serde::Serialize;
 
 use crate::ids::ModelKey;
 
-/// Bytes per token before anything is learned; also what converts an engine's capacity into blocks
-/// of text.
+/// Bytes per token before anything is learned.
 pub const BYTES_PER_TOKEN: u32 = 4;
 /// Maximum number of models with a learned ratio. Beyond it, the one heard of longest ago is
 /// forgotten.

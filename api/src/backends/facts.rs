@@ -6,9 +6,9 @@
 //!
 //! - A restart is proposed under the incarnation that it ended. The first such command to be
 //!   applied starts a new incarnation, and the others then name one that is over.
-//! - Capacity in router blocks depends on a replica's own estimate of tokens per block. A known
-//!   capacity is therefore only changed by any replica if the *engine's* figure changed, else only
-//!   by the leader, and only if it differs by more than a twentieth.
+//! - Capacity in router blocks depends on the tokens per block, which for text are learnt and move
+//!   with the traffic. A known capacity is therefore only changed by any replica if the *engine's*
+//!   figure changed, else only by the leader, and only if it differs by more than a thirty-third.
 //! - The same report is not proposed again within [`REPEAT_AFTER`].
 
 use std::time::Duration;
@@ -27,6 +27,9 @@ const SAME_START_S: u64 = 10;
 /// Start time of the first incarnation of an engine that does not report its start, in Unix
 /// seconds. The same on every replica, and earlier than any start dated later.
 const UNTOLD_START_S: u64 = 1;
+
+/// A capacity that differs by more than this part is worth another command.
+const FAR_PART: u64 = 33;
 
 /// Facts read from an engine in one round.
 #[derive(Debug, Clone, Default)]
@@ -154,7 +157,7 @@ impl FactsMemory {
             return Some(now);
         };
         let engine_changed = before.is_some() && before != saw.cache_tokens;
-        let is_far = u64::from(held.abs_diff(now)) * 20 > u64::from(held);
+        let is_far = u64::from(held.abs_diff(now)) * FAR_PART > u64::from(held);
         (is_far && (engine_changed || round.is_leader)).then_some(now)
     }
 
@@ -306,7 +309,7 @@ mod tests {
         let now = Instant::now();
         let known = backend(told());
         let mut at = ProbeRound {
-            tokens_per_block: 31.0,
+            tokens_per_block: 31.5,
             is_leader: true,
             ..round(now)
         };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use state::prefix::{self, Scope, model_key};
-use state::ratios::{BYTES_PER_TOKEN, TokenRatio};
+use state::ratios::TokenRatio;
 
 use super::reader::PromptReader;
 use super::{
@@ -117,15 +117,18 @@ impl PromptReader {
         }
     }
 
-    /// Tokens that one block of `model`'s prompts stands for where all replicas must agree, as in a
-    /// backend's capacity: from the config alone, not from what this replica has learnt.
+    /// Tokens that one block of `model`'s prompts stands for, as in a backend's capacity. Of text it
+    /// follows from the bytes per token that the log has taught, so replicas agree at one index.
     #[must_use]
     pub fn tokens_per_block(&self, model: &str) -> f64 {
         match self.settings_of(model) {
             Some(settings) if !settings.tokenizer.is_character() => {
                 f64::from(self.tokens_of(settings, model))
             }
-            _ => f64::from(self.cut_of(model).bytes) / f64::from(BYTES_PER_TOKEN),
+            _ => {
+                let milli_bytes = f64::from(self.cut_of(model).bytes) * 1000.0;
+                milli_bytes / f64::from(self.ratio_of(model).milli_bytes())
+            }
         }
     }
 

@@ -156,6 +156,6 @@ fn what_engines_count_in_text_is_learnt_through_the_log_once_all_can_read_it() {
     assert!((900..1000).contains(&after.tokens), "{}", after.tokens);
     assert_eq!(after.tail.tokens_per_block, 8);
     let of_capacity = bench.router.reader().tokens_per_block("m");
-    assert!((of_capacity - 4.0).abs() < 1e-9, "{of_capacity}");
+    assert!((7.2..8.0).contains(&of_capacity), "{of_capacity}");
     bench.assert_quiet();
 }
