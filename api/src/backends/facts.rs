@@ -10,6 +10,10 @@
 //!   with the traffic. A known capacity is therefore only changed by any replica if the *engine's*
 //!   figure changed, else only by the leader, and only if it differs by more than a thirty-third.
 //! - The same report is not proposed again within [`REPEAT_AFTER`].
+//!
+//! An engine that does not tell its start has restarted if its counter fell, however many scrapes
+//! failed in between; without a counter, if it refused connections and answers again; and if its
+//! answers show an empty cache.
 
 use std::time::Duration;
 
@@ -44,6 +48,15 @@ pub(crate) struct EngineReading {
     pub(crate) prompt_tokens: Option<u64>,
     /// Tokens per block of its cache.
     pub(crate) block_size: Option<u32>,
+    /// Probes that were refused a connection since this replica has known it.
+    pub(crate) refusals: u64,
+}
+
+impl EngineReading {
+    /// Whether it answered at all.
+    fn is_answer(&self) -> bool {
+        self.models.is_some() || self.prompt_tokens.is_some()
+    }
 }
 
 /// Circumstances of a round of probes.
@@ -57,13 +70,18 @@ pub(crate) struct ProbeRound {
     pub(crate) unix_s: u64,
     /// Current monotonic time.
     pub(crate) now: Instant,
+    /// Whether answers show that the engine's cache was emptied.
+    pub(crate) is_emptied: bool,
 }
 
 /// A replica's memory of one backend between rounds.
 #[derive(Debug, Default)]
 pub(crate) struct FactsMemory {
     handle: Option<BackendRef>,
+    /// As last told.
     prompt_tokens: Option<u64>,
+    /// Refusals when it last answered; `None`: not read yet.
+    refusals: Option<u64>,
     cache_tokens: Option<u64>,
     proposed: Option<(EngineFacts, Instant)>,
     proposed_block_size: Option<(u32, Instant)>,
@@ -126,17 +144,26 @@ impl FactsMemory {
         saw: &EngineReading,
         round: &ProbeRound,
     ) -> Option<u64> {
-        let before = std::mem::replace(&mut self.prompt_tokens, saw.prompt_tokens);
+        // What a failed scrape leaves out is remembered: a restart comes with failures.
+        let before = self.prompt_tokens;
+        self.prompt_tokens = saw.prompt_tokens.or(before);
+        let refusals = *self.refusals.get_or_insert(saw.refusals);
+        if !saw.is_answer() && saw.started_at_s.is_none() {
+            return None;
+        }
+        self.refusals = Some(saw.refusals);
         if let Some(started) = saw.started_at_s {
             return (known.facts.started_at_s < Some(started)).then_some(started);
         }
-        if known.facts.started_at_s.is_none() {
-            return saw.prompt_tokens.map(|_| UNTOLD_START_S);
-        }
-        let fell = before.zip(saw.prompt_tokens).is_some_and(|(b, n)| n < b);
-        let last = known.facts.started_at_s.unwrap_or(0);
-        let is_new = fell && last.saturating_add(SAME_START_S) < round.unix_s;
-        is_new.then_some(round.unix_s)
+        let Some(last) = known.facts.started_at_s else {
+            return Some(UNTOLD_START_S);
+        };
+        let is_other_process = match before.zip(saw.prompt_tokens) {
+            Some((before, now)) => now < before,
+            None => before.is_none() && refusals < saw.refusals,
+        };
+        let is_new = is_other_process || round.is_emptied;
+        (is_new && last.saturating_add(SAME_START_S) < round.unix_s).then_some(round.unix_s)
     }
 
     fn new_capacity(
@@ -223,6 +250,7 @@ mod tests {
             is_leader: false,
             unix_s: 1_000_000,
             now,
+            is_emptied: false,
         }
     }
 
@@ -233,6 +261,7 @@ mod tests {
             started_at_s: Some(500),
             prompt_tokens: Some(10),
             block_size: Some(16),
+            refusals: 0,
         }
     }
 
@@ -302,6 +331,67 @@ mod tests {
         let mut other = FactsMemory::default();
         assert_eq!(other.news(&fresh, &silent(100), &round(now)), None);
         assert_eq!(other.news(&fresh, &silent(4), &round(now)), None);
+    }
+
+    #[test]
+    fn failed_scrapes_do_not_hide_a_restart() {
+        let (mut memory, now) = (FactsMemory::default(), Instant::now());
+        let silent = |prompt_tokens| EngineReading {
+            started_at_s: None,
+            prompt_tokens,
+            models: None,
+            ..saw()
+        };
+        let known = backend(told());
+        assert_eq!(memory.news(&known, &silent(Some(8_773)), &round(now)), None);
+        assert_eq!(memory.news(&known, &silent(None), &round(now)), None);
+        let facts = memory.news(&known, &silent(Some(5)), &round(now)).unwrap();
+        assert_eq!(facts.started_at_s, Some(1_000_000));
+    }
+
+    #[test]
+    fn without_counters_refused_connections_are_a_restart() {
+        let (mut memory, now) = (FactsMemory::default(), Instant::now());
+        let silent = |models: Option<Vec<String>>, refusals| EngineReading {
+            models,
+            refusals,
+            ..EngineReading::default()
+        };
+        let models = || told().models;
+        let unknown = backend(EngineFacts::default());
+        let first = memory.news(&unknown, &silent(models(), 7), &round(now));
+        assert_eq!(first.unwrap().started_at_s, Some(UNTOLD_START_S));
+        let known = backend(told());
+        assert_eq!(memory.news(&known, &silent(models(), 7), &round(now)), None);
+        assert_eq!(memory.news(&known, &silent(None, 9), &round(now)), None);
+        let facts = memory.news(&known, &silent(models(), 9), &round(now));
+        assert_eq!(facts.unwrap().started_at_s, Some(1_000_000));
+        // With a counter that did not fall it was the network.
+        let mut memory = FactsMemory::default();
+        let counted = |refusals| EngineReading {
+            started_at_s: None,
+            refusals,
+            ..saw()
+        };
+        assert_eq!(memory.news(&known, &counted(0), &round(now)), None);
+        assert_eq!(memory.news(&known, &counted(3), &round(now)), None);
+    }
+
+    #[test]
+    fn an_emptied_cache_is_a_restart_where_the_start_is_not_told() {
+        let now = Instant::now();
+        let emptied = ProbeRound {
+            is_emptied: true,
+            ..round(now)
+        };
+        let known = backend(told());
+        assert_eq!(FactsMemory::default().news(&known, &saw(), &emptied), None);
+        let silent = EngineReading {
+            started_at_s: None,
+            ..saw()
+        };
+        let facts = FactsMemory::default().news(&known, &silent, &emptied);
+        assert_eq!(facts.unwrap().started_at_s, Some(1_000_000));
     }
 
     #[test]

@@ -112,6 +112,9 @@ pub struct ProbeRecord {
     pub failures_total: u64,
     /// Probes since this replica has known the backend.
     pub probes_total: u64,
+    /// Those of them that were refused a connection.
+    #[serde(skip)]
+    pub(crate) refusals_total: u64,
     /// Number of consecutive failed metric scrapes.
     pub scrape_failures_in_row: u32,
     /// Why the engine's metrics are unknown.
@@ -161,6 +164,7 @@ impl ProbeRecord {
     /// Records a failed probe.
     pub(crate) fn probe_failed(&mut self, fault: Fault, why: String) {
         self.probes_total += 1;
+        self.refusals_total += u64::from(fault == Fault::Unreachable);
         self.fault = Some(fault);
         self.failed(why);
     }

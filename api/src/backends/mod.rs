@@ -11,6 +11,7 @@
 
 mod adapters;
 mod addresses;
+mod cache_reports;
 mod circuit;
 mod client;
 mod dialer;
@@ -47,6 +48,7 @@ pub use adapters::{AdapterPlace, EngineAdapters, LoraAdapters};
 pub use addresses::{
     AllowedEngines, AllowedEnginesError, EngineAddressError, EngineAddressRules, EnginePlace,
 };
+pub use cache_reports::AnswerForm;
 pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
@@ -60,6 +62,7 @@ pub use url::{EngineUrl, EngineUrlError};
 
 pub(crate) use panic::named_models;
 
+use cache_reports::CacheReports;
 use circuit::CircuitBreakers;
 use health::HealthTable;
 
@@ -75,6 +78,7 @@ pub struct Backends {
     events: OnceLock<EventBus>,
     changes: watch::Sender<u64>,
     circuits: Arc<CircuitBreakers>,
+    cache_reports: CacheReports,
     queueing_threshold_lora: u32,
 }
 
@@ -163,6 +167,7 @@ impl Backends {
             events: OnceLock::new(),
             changes: watch::Sender::new(0),
             circuits: Arc::new(CircuitBreakers::new(CircuitSettings::default())),
+            cache_reports: CacheReports::default(),
             queueing_threshold_lora: QUEUEING_THRESHOLD_LORA,
         }
     }
@@ -359,6 +364,27 @@ impl Backends {
                 self.announce_circuit(id, true);
             }
         }
+    }
+
+    /// Records that an answer of this form told cached tokens.
+    pub(crate) fn told_cached(&self, backend: BackendRef, form: AnswerForm) {
+        self.cache_reports.told(backend, form);
+    }
+
+    /// Whether answers of this form have told cached tokens, so that one without means none.
+    pub(crate) fn tells_cached(&self, backend: BackendRef, form: AnswerForm) -> bool {
+        self.cache_reports.tells(backend, form)
+    }
+
+    /// Records how much of what was predicted an answer to `user` found cached.
+    pub(crate) fn found_cached(
+        &self,
+        backend: BackendRef,
+        user: UserKey,
+        predicted: u64,
+        cached: u64,
+    ) {
+        self.cache_reports.found(backend, user, predicted, cached);
     }
 
     fn announce_circuit(&self, id: String, is_open: bool) {

@@ -137,6 +137,7 @@ impl Probe {
     async fn watch_words(&self, mut client: ProbeClient) {
         let mut memory = FactsMemory::default();
         let mut models_due = Instant::now();
+        let mut refusals = 0;
         loop {
             let settings = self.settings();
             self.ready(&mut client, &settings);
@@ -147,7 +148,12 @@ impl Probe {
                 started_at_s: metrics.started_at_s,
                 prompt_tokens: metrics.prompt_tokens,
                 block_size: metrics.block_size,
+                refusals: self.refusals(),
             };
+            if std::mem::replace(&mut refusals, saw.refusals) != saw.refusals {
+                // Another process may be there by now.
+                models_due = Instant::now();
+            }
             if models_due <= Instant::now() {
                 saw.models = self.list_models(&mut client).await;
                 let wait = match saw.models {
@@ -159,6 +165,11 @@ impl Probe {
             self.tell_news(&mut memory, &saw);
             tokio::time::sleep(jittered(settings.interval)).await;
         }
+    }
+
+    fn refusals(&self) -> u64 {
+        let record = self.backends.record(self.stay.slot());
+        record.map_or(0, |record| record.refusals_total)
     }
 
     async fn scrape(&self, client: &mut ProbeClient) -> EngineMetrics {
@@ -224,6 +235,7 @@ impl Probe {
             // A clock before 1970 yields no start time worth proposing.
             unix_s: self.hooks.clock.unix_ms() / 1000,
             now: Instant::now(),
+            is_emptied: self.backends.cache_reports.is_emptied(known.handle),
         };
         if let Some(facts) = memory.news(known, saw, &round) {
             self.stay.update(|record| record.told = Some(facts.clone()));

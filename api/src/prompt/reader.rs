@@ -395,9 +395,12 @@ impl PromptReader {
             return TokenizeResult::Nothing;
         };
         let answer = serde_json::from_slice(&body.to_bytes());
-        answer.map_or(TokenizeResult::Nothing, |TokenizeResponse { tokens }| {
-            TokenizeResult::Tokens(tokens)
-        })
+        match answer {
+            // Nothing was asked without text: an engine that wants it under another name.
+            Ok(TokenizeResponse { tokens }) if tokens.is_empty() => TokenizeResult::Refused,
+            Ok(TokenizeResponse { tokens }) => TokenizeResult::Tokens(tokens),
+            Err(_) => TokenizeResult::Nothing,
+        }
     }
 
     async fn send_tokenize(&self, model: &str, question: Bytes) -> Option<Response<EngineBody>> {

@@ -32,6 +32,7 @@ use super::relay::{
 use super::splice::splice;
 use super::sse::{SseStream, WantedUsage};
 use crate::admission::AdmissionRejection;
+use crate::backends::AnswerForm;
 use crate::backends::pool::EngineBody;
 use crate::error::{ProxyError, SHOULD_RETRY};
 use crate::prompt::{ParsedBody, ReplyShape};
@@ -203,6 +204,8 @@ fn relay(
     let (mut head, body) = response.into_parts();
     let dialect = Dialect::of(asked.head.uri.path());
     let content = content(head.status, &head.headers, dialect, wanted);
+    let is_stream = matches!(content, BodyKind::Events { .. });
+    attempt.comes_as(AnswerForm::of(asked.head.uri.path(), is_stream));
     let attempt = match content {
         BodyKind::Error { .. } => {
             attempt.end(end_of_error(proxy, head.status), Instant::now());

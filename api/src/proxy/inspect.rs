@@ -26,6 +26,8 @@ pub(super) struct AnswerDelta<'a> {
     pub(super) is_usage_null: bool,
     /// Whether there is a `choices` array without elements: the chunk exists for its usage.
     pub(super) has_no_choices: bool,
+    /// Whether a choice says why it ended.
+    pub(super) ends_choice: bool,
 }
 
 /// Reads a document.
@@ -84,6 +86,7 @@ impl<'a> AnswerDelta<'a> {
             count += 1;
             let made = ChoiceOutput::of(choice);
             self.other_bytes += made.other_bytes;
+            self.ends_choice |= made.is_ended;
             match made.text {
                 Some(text) if made.index == 0 => self.add_text(text),
                 text => self.other_bytes += text.map_or(0, |text| text.len()),
@@ -146,6 +149,7 @@ struct ChoiceOutput<'a> {
     index: u64,
     text: Option<Cow<'a, str>>,
     other_bytes: usize,
+    is_ended: bool,
 }
 
 impl<'a> ChoiceOutput<'a> {
@@ -154,6 +158,7 @@ impl<'a> ChoiceOutput<'a> {
             index: 0,
             text: None,
             other_bytes: 0,
+            is_ended: false,
         };
         for member in members(choice) {
             let value = &choice[member.value];
@@ -161,6 +166,7 @@ impl<'a> ChoiceOutput<'a> {
                 b"index" => made.index = serde_json::from_slice(value).unwrap_or(0),
                 b"delta" | b"message" => made.read_message(value),
                 b"text" => made.text = string(value),
+                b"finish_reason" => made.is_ended = value != b"null",
                 _ => {}
             }
         }

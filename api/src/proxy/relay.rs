@@ -394,7 +394,12 @@ impl ResponseBody {
                     ResponseBodyError::Silent => ProxyError::EngineTimeout,
                     _ => ProxyError::EngineBrokeOff,
                 };
-                Ok(dialect.last_event(&failure, events.abandon()))
+                let waiting = events.take_waiting();
+                let last = dialect.last_event(&failure, events.abandon());
+                Ok(match waiting {
+                    Some(waiting) => [waiting, last].concat().into(),
+                    None => last,
+                })
             }
             _ => Err(why),
         }

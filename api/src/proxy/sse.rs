@@ -3,6 +3,10 @@
 //!
 //! Frames of the connection and events of the stream do not line up. An event that is not complete
 //! yet is held back until it is; one that grows over [`EVENT_BYTES_MAX`] passes through unread.
+//!
+//! Where a client asked for usage at the end, the running usage that came with it is taken out. But
+//! some engines put the usage at the end into the last chunk of a choice and send none of its own
+//! (llama.cpp's completions), so such a chunk waits for the next event, which tells the two apart.
 
 use std::ops::Range;
 
@@ -41,6 +45,51 @@ pub(super) struct SseStream {
     passing: Option<SkippedEvent>,
     /// Whether `[DONE]` came.
     is_done: bool,
+    /// Waits for the next event.
+    last_chunk: Option<LastChunk>,
+}
+
+/// The last chunk of a choice, whose usage is the client's unless a chunk of usage follows.
+#[derive(Debug)]
+struct LastChunk {
+    event: Bytes,
+    /// Where its `usage` stands.
+    usage: Range<usize>,
+}
+
+impl LastChunk {
+    fn without_usage(&self) -> Bytes {
+        let (before, after) = (
+            &self.event[..self.usage.start],
+            &self.event[self.usage.end..],
+        );
+        [before, after].concat().into()
+    }
+}
+
+/// What an event turned out to be.
+enum Judgement {
+    /// It goes on as it is.
+    Kept,
+    /// Without these bytes of the event.
+    Cut(Range<usize>),
+    /// It waits, see [`LastChunk`]. Where its `usage` stands in the event.
+    Waits(Range<usize>),
+}
+
+/// Bytes that replace others.
+struct Edit {
+    range: Range<usize>,
+    by: Bytes,
+}
+
+impl Edit {
+    fn cut(range: Range<usize>) -> Self {
+        Self {
+            range,
+            by: Bytes::new(),
+        }
+    }
 }
 
 /// How far the event at the start of a buffer is understood.
@@ -143,6 +192,7 @@ impl SseStream {
             scan: EventScan::default(),
             passing: None,
             is_done: false,
+            last_chunk: None,
         }
     }
 
@@ -173,7 +223,7 @@ impl SseStream {
     }
 
     fn pass(&mut self, bytes: &Bytes, observe: &mut impl FnMut(&AnswerDelta<'_>)) -> Option<Bytes> {
-        let mut cuts = Vec::new();
+        let mut edits = Vec::new();
         let mut start = 0;
         while start < bytes.len() {
             let rest = &bytes[start..];
@@ -189,43 +239,83 @@ impl SseStream {
             match scan.event_end(rest) {
                 Some(length) => {
                     if let Some(payload) = scan.payload() {
-                        let cut = self.judge(&rest[payload.clone()], payload, length, observe);
-                        cuts.extend(cut.map(|cut| start + cut.start..start + cut.end));
+                        let (judgement, before) =
+                            self.judge(&rest[payload.clone()], payload, length, observe);
+                        edits.extend(before.map(|by| Edit {
+                            range: start..start,
+                            by,
+                        }));
+                        match judgement {
+                            Judgement::Kept => {}
+                            Judgement::Cut(cut) => {
+                                edits.push(Edit::cut(start + cut.start..start + cut.end));
+                            }
+                            Judgement::Waits(usage) => {
+                                let event = start..start + length;
+                                self.last_chunk = Some(LastChunk {
+                                    event: bytes.slice(event.clone()),
+                                    usage,
+                                });
+                                edits.push(Edit::cut(event));
+                            }
+                        }
                     }
                     start += length;
                 }
-                None if rest.len() > EVENT_BYTES_MAX => self.passing = Some(SkippedEvent::new()),
+                None if rest.len() > EVENT_BYTES_MAX => {
+                    edits.extend(self.take_waiting().map(|by| Edit {
+                        range: start..start,
+                        by,
+                    }));
+                    self.passing = Some(SkippedEvent::new());
+                }
                 None => {
                     self.held.extend_from_slice(rest);
                     self.scan = scan;
-                    cuts.push(start..bytes.len());
+                    edits.push(Edit::cut(start..bytes.len()));
                     break;
                 }
             }
         }
-        without(bytes, &cuts)
+        edited(bytes, &edits)
     }
 
-    /// Which bytes of an event of `length` bytes are taken out.
+    /// What becomes of an event of `length` bytes, and what waited for it and goes before it.
     fn judge(
         &mut self,
         json: &[u8],
         payload: Range<usize>,
         length: usize,
         observe: &mut impl FnMut(&AnswerDelta<'_>),
-    ) -> Option<Range<usize>> {
+    ) -> (Judgement, Option<Bytes>) {
+        let last_chunk = self.last_chunk.take();
         if json == b"[DONE]" {
             self.is_done = true;
-            return None;
+            return (Judgement::Kept, last_chunk.map(|chunk| chunk.event));
         }
         let findings = inspect(json);
         observe(&findings);
-        let member = findings.usage_member?;
+        let before = last_chunk.map(|chunk| chunk.without_usage());
+        let Some(member) = findings.usage_member else {
+            return (Judgement::Kept, before);
+        };
         if findings.has_no_choices && findings.usage.is_some() {
-            return (!self.wanted.final_chunk).then_some(0..length);
+            let judgement = match self.wanted.final_chunk {
+                true => Judgement::Kept,
+                false => Judgement::Cut(0..length),
+            };
+            return (judgement, before);
         }
-        let is_kept = self.wanted.running || (self.wanted.final_chunk && findings.is_usage_null);
-        (!is_kept).then(|| payload.start + member.start..payload.start + member.end)
+        let member = payload.start + member.start..payload.start + member.end;
+        let is_asked = self.wanted.final_chunk;
+        let judgement = if self.wanted.running || (is_asked && findings.is_usage_null) {
+            Judgement::Kept
+        } else if is_asked && findings.ends_choice && findings.usage.is_some() {
+            Judgement::Waits(member)
+        } else {
+            Judgement::Cut(member)
+        };
+        (judgement, before)
     }
 
     /// The stream ends: what was held back goes on as it is. An event that lacks only its blank
@@ -236,10 +326,20 @@ impl SseStream {
         ended.extend_from_slice(&rest);
         ended.extend_from_slice(b"\n\n");
         let mut scan = EventScan::default();
+        let mut before = None;
         if let (Some(length), Some(payload)) = (scan.event_end(&ended), scan.payload()) {
-            self.judge(&ended[payload.clone()], payload, length, observe);
+            (_, before) = self.judge(&ended[payload.clone()], payload, length, observe);
         }
-        (!rest.is_empty()).then_some(rest)
+        let before = before.or_else(|| self.take_waiting());
+        match before {
+            Some(before) => Some([before, rest].concat().into()),
+            None => (!rest.is_empty()).then_some(rest),
+        }
+    }
+
+    /// The event that waits for the next one, which will not come.
+    pub(super) fn take_waiting(&mut self) -> Option<Bytes> {
+        self.last_chunk.take().map(|chunk| chunk.event)
     }
 
     /// The stream broke: an event that never ended is of no use to anybody. Answers whether the
@@ -250,20 +350,24 @@ impl SseStream {
     }
 }
 
-/// `bytes` without `cuts`, which are in order and do not overlap.
-fn without(bytes: &Bytes, cuts: &[Range<usize>]) -> Option<Bytes> {
-    let cut_bytes: usize = cuts.iter().map(Range::len).sum();
-    let kept_bytes = bytes.len() - cut_bytes;
-    match cuts {
+/// `bytes` with `edits`, which are in order and do not overlap.
+fn edited(bytes: &Bytes, edits: &[Edit]) -> Option<Bytes> {
+    let cut_bytes: usize = edits.iter().map(|edit| edit.range.len()).sum();
+    let added_bytes: usize = edits.iter().map(|edit| edit.by.len()).sum();
+    let kept_bytes = bytes.len() - cut_bytes + added_bytes;
+    match edits {
         _ if kept_bytes == 0 => None,
         [] => Some(bytes.clone()),
-        [cut] if cut.end == bytes.len() => Some(bytes.slice(..cut.start)),
+        [cut] if cut.range.end == bytes.len() && cut.by.is_empty() => {
+            Some(bytes.slice(..cut.range.start))
+        }
         _ => {
             let mut kept = BytesMut::with_capacity(kept_bytes);
             let mut from = 0;
-            for cut in cuts {
-                kept.extend_from_slice(&bytes[from..cut.start]);
-                from = cut.end;
+            for Edit { range, by } in edits {
+                kept.extend_from_slice(&bytes[from..range.start]);
+                kept.extend_from_slice(by);
+                from = range.end;
             }
             kept.extend_from_slice(&bytes[from..]);
             Some(kept.freeze())
@@ -347,6 +451,45 @@ mod tests {
         let (out, ..) = run(wanted, STREAM.as_bytes(), &[]);
         let running = ",\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":1}";
         assert_eq!(String::from_utf8(out).unwrap(), STREAM.replace(running, ""));
+    }
+
+    /// As llama.cpp ends a stream of completions.
+    const USAGE_AT_THE_END: &str = concat!(
+        "data: {\"choices\":[{\"index\":0,\"text\":\"a\",\"finish_reason\":null}]}\n\n",
+        "data: {\"choices\":[{\"index\":0,\"text\":\"\",\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":2}}\n\n",
+        "data: [DONE]\n\n",
+    );
+
+    #[test]
+    fn usage_in_the_last_chunk_of_a_choice_reaches_who_asked_for_it() {
+        let asked = WantedUsage {
+            final_chunk: true,
+            running: false,
+        };
+        let usage = ",\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":2}";
+        let done = "data: [DONE]\n\n";
+        let alone =
+            "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":5,\"completion_tokens\":2}}\n\n";
+        let cut = USAGE_AT_THE_END.strip_suffix(done).unwrap();
+        let followed = USAGE_AT_THE_END.replace(done, &format!(": wait\n\n{alone}{done}"));
+        for frame_bytes in [1, 7, 100, usize::MAX] {
+            let out = |wanted, stream: &str| {
+                let (out, ..) = run(wanted, stream.as_bytes(), &[frame_bytes]);
+                String::from_utf8(out).unwrap()
+            };
+            assert_eq!(out(asked, USAGE_AT_THE_END), USAGE_AT_THE_END);
+            assert_eq!(out(asked, cut), cut, "a stream without an end");
+            assert_eq!(
+                out(NOTHING, USAGE_AT_THE_END),
+                USAGE_AT_THE_END.replace(usage, "")
+            );
+            // A usage of its own follows: the one before was running.
+            let mut events = out(asked, &followed).replace(": wait\n\n", "");
+            let expected = USAGE_AT_THE_END.replace(usage, "");
+            assert!(events.ends_with(&format!("{alone}{done}")), "{events}");
+            events = events.replace(alone, "");
+            assert_eq!(events, expected);
+        }
     }
 
     #[test]

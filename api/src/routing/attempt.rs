@@ -11,6 +11,8 @@
 //! believed prefix counts as cached. An attempt that never ran costs nothing; one that failed may
 //! have run, and costs its prompt and that estimate.
 
+mod report;
+
 use std::sync::Arc;
 
 use state::Registry;
@@ -27,14 +29,13 @@ use super::lengths::ExpectedOutput;
 use super::load::LoadGuard;
 use super::metrics::InFlightGuard;
 use super::outbox::{ChargeCommit, Outbox};
-use super::predictions::Prediction;
 use super::priced::LargestRequest;
 use super::prompt_size::PromptSize;
-use super::record::{AttemptReport, DecisionRecord};
+use super::record::DecisionRecord;
 use super::reply::ReplyChain;
-use super::samples::{AttemptTimer, EndedRequest, RunningRequests};
+use super::samples::AttemptTimer;
 use super::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
-use crate::backends::HalfOpenProbe;
+use crate::backends::{AnswerForm, HalfOpenProbe};
 
 /// Output tokens reported but not charged at most, while the answer streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
@@ -70,6 +71,8 @@ pub(super) struct OpenAttempt {
     reply: Option<ReplyChain>,
     prompt: PromptSize,
     usage: Option<Usage>,
+    /// What the answer looks like; `None`: it did not begin.
+    form: Option<AnswerForm>,
     /// Bytes of output that no report covers.
     unreported_bytes: usize,
     /// Charged so far, without the counts of requests.
@@ -169,6 +172,7 @@ impl Dispatcher {
             reply: ReplyChain::of(identity),
             prompt,
             usage: None,
+            form: None,
             unreported_bytes: 0,
             charged: nothing(user),
             model,
@@ -234,6 +238,13 @@ impl Attempt {
     pub fn hides(&mut self, hidden: Option<HiddenOutput>) {
         if let Some(open) = &mut self.open {
             open.hidden = hidden;
+        }
+    }
+
+    /// The answer comes in this form.
+    pub fn comes_as(&mut self, form: AnswerForm) {
+        if let Some(open) = &mut self.open {
+            open.form = Some(form);
         }
     }
 
@@ -317,6 +328,7 @@ impl Attempt {
         let Some(mut open) = self.open.take() else {
             return;
         };
+        open.settle_cached(&self.dispatcher, end);
         let mut charge = match end {
             AttemptEnd::NotRun => nothing(self.user),
             AttemptEnd::Finished
@@ -535,61 +547,5 @@ impl OpenAttempt {
         self.charged.input_uncached += charge.input_uncached;
         self.charged.input_cached += charge.input_cached;
         self.charged.output += charge.output;
-    }
-
-    /// Counts the time between tokens up to the last of `tokens`.
-    fn count_gaps(&mut self, dispatcher: &Dispatcher, tokens: u64, now: Instant) {
-        let requests = dispatcher.load.cluster(self.backend, now).running;
-        let limit = dispatcher.view.limit(self.backend.slot);
-        let running = RunningRequests {
-            requests,
-            is_at_limit: limit.is_some_and(|limit| requests >= limit),
-        };
-        let stopwatch = &mut self.stopwatch;
-        let count = |sample: &mut _| stopwatch.count(tokens, running, sample);
-        dispatcher.samples.add(self.backend, now, count);
-    }
-
-    /// Tells the decision's record what came of it.
-    fn note_end(&self, end: AttemptEnd, now: Instant) {
-        let Some(record) = &self.record else { return };
-        let charged = &self.charged;
-        record.report(AttemptReport {
-            end,
-            usage: self.usage,
-            charged: [charged.input_uncached, charged.input_cached, charged.output],
-            first_byte: self.began.map(|began| self.stopwatch.elapsed(began)),
-            duration: self.stopwatch.elapsed(now),
-        });
-    }
-
-    /// Metrics and samples.
-    fn report(&mut self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) {
-        self.meter.count_end(end);
-        let Some(usage) = self.usage else { return };
-        self.count_gaps(dispatcher, usage.completion_tokens, now);
-        if end != AttemptEnd::NotRun {
-            let ended = EndedRequest {
-                prompt_tokens: usage.prompt_tokens,
-                cached_tokens: usage.cached_tokens.unwrap_or(self.prompt.predicted),
-                output_tokens: usage.completion_tokens,
-                block_tokens: self.prompt.block_tokens,
-            };
-            dispatcher
-                .samples
-                .add(self.backend, now, |sample| ended.count(sample));
-        }
-        let (bytes, tokens) = (self.prompt.bytes, usage.prompt_tokens);
-        dispatcher.texts.add(self.model, bytes, tokens);
-        if let Some(cached) = usage.cached_tokens {
-            let predicted = self.prompt.predicted_of(usage.prompt_tokens);
-            self.meter
-                .count_prefix(usage.prompt_tokens, predicted, cached);
-            let prediction = Prediction::of(usage.prompt_tokens, predicted, cached);
-            let user = self.charged.user;
-            dispatcher
-                .samples
-                .predict(self.backend, user, prediction, now);
-        }
     }
 }

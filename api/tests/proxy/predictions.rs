@@ -2,8 +2,10 @@
 
 use api::prompt::{ModelSettings, Tokenizer};
 
-use super::client::post;
-use super::engine::{DONE, Engine, chunk, delta, json as answer_json, last_chunk, stream_head};
+use super::client::{chat, post};
+use super::engine::{
+    DONE, Engine, Step, chunk, delta, json as answer_json, last_chunk, stream_head,
+};
 use super::fleet::Fleet;
 
 const REPLY: &str = "I am well, thank you; and how are you yourself on this fine day?";
@@ -61,4 +63,60 @@ async fn an_answers_tokens_are_found_in_the_next_turn() {
         let (found, _) = ask(&format!("{first},{reply},{last}")).await;
         assert!(found > asked + 2, "{found} blocks after {asked}");
     }
+}
+
+/// A chat of many blocks.
+fn long_chat() -> String {
+    let content = "all work and no play ".repeat(20);
+    let body = format!(r#"{{"model":"m","messages":[{{"role":"user","content":"{content}"}}]}}"#);
+    post("/v1/chat/completions", "", &body)
+}
+
+fn counted(details: &str) -> Vec<Step> {
+    let body = format!(
+        r#"{{"choices":[{{"index":0,"message":{{"role":"assistant","content":"yes"}}}}],"usage":{{"prompt_tokens":100,"completion_tokens":3{details}}}}}"#
+    );
+    vec![answer_json("200 OK", &body)]
+}
+
+#[tokio::test]
+async fn an_answer_without_a_count_found_nothing_cached_where_others_have_told() {
+    const TOLD: &str = r#","prompt_tokens_details":{"cached_tokens":96}"#;
+    const NULL: &str = r#","prompt_tokens_details":null"#;
+    for (details, expected) in [
+        // An engine that never tells is believed.
+        ([NULL, NULL], (false, 200)),
+        ([TOLD, NULL], (true, 104)),
+        ([TOLD, ""], (true, 104)),
+    ] {
+        let engine = Engine::start(move |nth| counted(details[nth])).await;
+        let fleet = Fleet::start(&[&engine]).await;
+        for _ in details {
+            let answer = fleet.client().await.ask(long_chat()).await;
+            assert_eq!(answer.status, 200);
+            fleet.is_idle().await;
+        }
+        let (told, all) = expected;
+        let charge = fleet.charged().await;
+        assert_eq!(charge.input_uncached + charge.input_cached, 200);
+        if told {
+            assert_eq!(charge.input_uncached, all, "{details:?}");
+        } else {
+            assert!(charge.input_cached > 50, "{charge:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_client_gets_the_usage_that_it_asked_for() {
+    let end = "data: {\"choices\":[{\"index\":0,\"text\":\"b\",\"finish_reason\":\"stop\"}],\
+               \"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}}\n\n";
+    let steps = vec![stream_head(), chunk(end), chunk(DONE), last_chunk()];
+    let engine = Engine::always(steps).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let asked = r#","stream":true,"stream_options":{"include_usage":true}"#;
+    let answer = fleet.client().await.ask(chat(asked)).await;
+    assert_eq!(answer.body, format!("{end}{DONE}"));
+    let answer = fleet.client().await.ask(chat(r#","stream":true"#)).await;
+    assert!(!answer.body.contains("usage"), "{}", answer.body);
 }

@@ -168,9 +168,10 @@ async fn a_batch_is_routed_by_its_first_prompt_and_counted_whole() {
     assert_eq!(read(&bench, path, &ids).await.identity.tokens, 8);
 }
 
-/// An engine whose `/tokenize` answers the ids 1 to 9, with `status`.
-async fn engine(status: &'static str) -> (String, Arc<AtomicUsize>) {
-    const BODY: &str = "{\"count\":9,\"tokens\":[1,2,3,4,5,6,7,8,9]}";
+const NINE: &str = "{\"count\":9,\"tokens\":[1,2,3,4,5,6,7,8,9]}";
+
+/// An engine whose `/tokenize` answers `body` with `status`.
+async fn engine(status: &'static str, body: &'static str) -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let asked = Arc::new(AtomicUsize::new(0));
@@ -185,9 +186,9 @@ async fn engine(status: &'static str) -> (String, Arc<AtomicUsize>) {
             count.fetch_add(1, Ordering::Relaxed);
             let head = format!(
                 "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
-                BODY.len()
+                body.len()
             );
-            let answer = head + BODY;
+            let answer = head + body;
             socket.write_all(answer.as_bytes()).await.unwrap();
         }
     });
@@ -195,7 +196,11 @@ async fn engine(status: &'static str) -> (String, Arc<AtomicUsize>) {
 }
 
 async fn asking(status: &'static str) -> (Bench, Arc<AtomicUsize>) {
-    let (url, asked) = engine(status).await;
+    asking_for(status, NINE).await
+}
+
+async fn asking_for(status: &'static str, body: &'static str) -> (Bench, Arc<AtomicUsize>) {
+    let (url, asked) = engine(status, body).await;
     let mut log = Log::new(&[]);
     let backend = spec(0, None);
     log.admin(Command::PutBackend(state::command::BackendSpec {
@@ -233,6 +238,16 @@ async fn an_engine_that_does_not_tokenize_is_left_alone_for_a_while() {
         assert_eq!(read.identity.unit, expected);
     }
     assert!(asked.load(Ordering::Relaxed) < 10);
+}
+
+#[tokio::test]
+async fn a_prompt_of_no_tokens_is_not_believed() {
+    // llama.cpp, which wants the text under another name.
+    let (bench, _) = asking_for("200 OK", "{\"tokens\":[]}").await;
+    let read = read(&bench, CHAT, &chat(&[("user", "hello, and how are you?")])).await;
+    let expected = BlockUnit::CharactersFor(Fallback::Engine);
+    assert_eq!(read.identity.unit, expected);
+    assert!(read.identity.tokens > 0 && !read.identity.chain.is_empty());
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,0 +1,203 @@
+//! What engines tell of cached tokens: in which answers they do, and whether an engine's cache looks
+//! emptied.
+//!
+//! vLLM up to 0.12 leaves the count out where nothing was cached, so an answer without it means
+//! nothing by itself. Of an engine that has told it in answers of the same form (path, stream or
+//! not) it means zero.
+//!
+//! An engine that tells neither its start nor a counter is not seen to restart. Its answers show
+//! it: predictions that came true are followed by some in a row of which next to nothing was
+//! cached. One user alone could send prompts that skip the cache, so it takes two, or twice as many
+//! answers. Where predictions miss now and then, belief is too large and nothing was emptied.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use state::command::BACKENDS_MAX;
+use state::ids::{BackendRef, UserKey};
+
+/// Fewest predicted tokens of an answer that says anything about the cache.
+const PREDICTED_MIN: u64 = 256;
+/// An answer is cold if less than this part of what was predicted was cached.
+const COLD_PART: u64 = 8;
+/// Cold answers in a row that tell of an empty cache, of several users and of one alone.
+const COLD_OF_SEVERAL: u32 = 4;
+const COLD_OF_ONE: u32 = 8;
+/// How many answers must have been warm before, and how many are remembered.
+const WARM_MIN: u32 = 8;
+const WARM_MAX: u32 = 16;
+
+/// A form of answer: what may tell cached tokens in one and not in another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AnswerForm(u8);
+
+impl AnswerForm {
+    /// Of the answer to a request to `path`.
+    #[must_use]
+    pub fn of(path: &str, is_stream: bool) -> Self {
+        let kind = match path.split('?').next().unwrap_or(path) {
+            "/v1/chat/completions" => 0,
+            "/v1/completions" => 1,
+            "/v1/responses" => 2,
+            "/v1/messages" => 3,
+            _ => 4,
+        };
+        Self(kind * 2 + u8::from(is_stream))
+    }
+
+    fn bit(self) -> u16 {
+        1 << self.0
+    }
+}
+
+/// What answers told, by slot.
+pub(super) struct CacheReports(Box<[Mutex<EngineReports>]>);
+
+/// Of one incarnation.
+#[derive(Debug, Default)]
+struct EngineReports {
+    /// `None`: nothing came yet.
+    backend: Option<BackendRef>,
+    /// Forms of answers that told cached tokens.
+    forms: u16,
+    /// Warm answers lately, less those that cold ones made doubtful.
+    warm: u32,
+    /// Cold answers since the last warm one.
+    cold: u32,
+    /// Whose the first of them was, and whether there were others.
+    first: Option<UserKey>,
+    is_of_several: bool,
+}
+
+impl Default for CacheReports {
+    fn default() -> Self {
+        Self((0..BACKENDS_MAX).map(|_| Mutex::default()).collect())
+    }
+}
+
+impl CacheReports {
+    /// An answer of this form told cached tokens.
+    pub(super) fn told(&self, backend: BackendRef, form: AnswerForm) {
+        if let Some(mut reports) = self.of(backend) {
+            reports.forms |= form.bit();
+        }
+    }
+
+    /// Whether some did.
+    pub(super) fn tells(&self, backend: BackendRef, form: AnswerForm) -> bool {
+        let reports = self.of(backend);
+        reports.is_some_and(|reports| reports.forms & form.bit() != 0)
+    }
+
+    /// Of so many predicted tokens an answer to `user` found so many cached.
+    pub(super) fn found(&self, backend: BackendRef, user: UserKey, predicted: u64, cached: u64) {
+        if predicted < PREDICTED_MIN {
+            return;
+        }
+        if let Some(mut reports) = self.of(backend) {
+            reports.found(user, cached.saturating_mul(COLD_PART) < predicted);
+        }
+    }
+
+    /// Whether its cache looks emptied.
+    pub(super) fn is_emptied(&self, backend: BackendRef) -> bool {
+        self.of(backend).is_some_and(|reports| reports.is_emptied())
+    }
+
+    /// What is known of `backend`; of a later life of it nothing yet. `None`: it has a later one.
+    fn of(&self, backend: BackendRef) -> Option<MutexGuard<'_, EngineReports>> {
+        let place = self.0.get(usize::from(backend.slot.0))?;
+        // Counts: half an answer harms nothing.
+        let mut reports = place.lock().unwrap_or_else(PoisonError::into_inner);
+        match reports.backend {
+            Some(known) if known == backend => {}
+            Some(known) if known.incarnation > backend.incarnation => return None,
+            _ => {
+                *reports = EngineReports {
+                    backend: Some(backend),
+                    ..EngineReports::default()
+                }
+            }
+        }
+        Some(reports)
+    }
+}
+
+impl EngineReports {
+    fn found(&mut self, user: UserKey, is_cold: bool) {
+        if !is_cold {
+            let doubtful = self.cold.saturating_mul(2);
+            self.warm = (self.warm.saturating_sub(doubtful) + 1).min(WARM_MAX);
+            (self.cold, self.first, self.is_of_several) = (0, None, false);
+            return;
+        }
+        self.cold = self.cold.saturating_add(1);
+        let first = *self.first.get_or_insert(user);
+        self.is_of_several |= first != user;
+    }
+
+    fn is_emptied(&self) -> bool {
+        let needed = match self.is_of_several {
+            true => COLD_OF_SEVERAL,
+            false => COLD_OF_ONE,
+        };
+        self.warm >= WARM_MIN && self.cold >= needed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use state::ids::{Incarnation, Slot};
+
+    use super::*;
+
+    fn life(incarnation: u32) -> BackendRef {
+        BackendRef {
+            slot: Slot(3),
+            incarnation: Incarnation(incarnation),
+        }
+    }
+
+    #[test]
+    fn what_is_told_holds_for_the_form_and_the_life() {
+        let reports = CacheReports::default();
+        let chat = AnswerForm::of("/v1/chat/completions", false);
+        let stream = AnswerForm::of("/v1/chat/completions?x", true);
+        assert!(!reports.tells(life(1), chat));
+        reports.told(life(1), chat);
+        assert!(reports.tells(life(1), chat));
+        assert!(!reports.tells(life(1), stream));
+        assert!(!reports.tells(life(2), chat), "it may have other flags now");
+        reports.told(life(1), chat);
+        assert!(!reports.tells(life(2), chat), "an answer of its last life");
+    }
+
+    #[test]
+    fn cold_answers_in_a_row_after_warm_ones_tell_of_an_empty_cache() {
+        let reports = CacheReports::default();
+        let found = |user, cached| reports.found(life(1), UserKey(user), 512, cached);
+        (0..20).for_each(|_| found(1, 500));
+        for nth in 0..COLD_OF_ONE {
+            assert!(!reports.is_emptied(life(1)), "after {nth} of one user");
+            found(1, 0);
+        }
+        assert!(reports.is_emptied(life(1)));
+        found(1, 512);
+        assert!(!reports.is_emptied(life(1)), "not so empty");
+        (0..20).for_each(|_| found(1, 500));
+        (0..COLD_OF_SEVERAL).for_each(|user| found(user.into(), 16));
+        assert!(reports.is_emptied(life(1)));
+        assert!(!reports.is_emptied(life(2)), "it has another one");
+    }
+
+    #[test]
+    fn a_cache_that_misses_now_and_then_is_not_emptied() {
+        let reports = CacheReports::default();
+        for round in 0..100 {
+            let cached = if round % 5 < 3 { 0 } else { 500 };
+            reports.found(life(1), UserKey(round), 512, cached);
+            assert!(!reports.is_emptied(life(1)), "round {round}");
+        }
+        (0..20).for_each(|user| reports.found(life(1), UserKey(user), 100, 0));
+        assert!(!reports.is_emptied(life(1)), "too short to tell");
+    }
+}

@@ -1,0 +1,88 @@
+//! What an attempt tells when it is over: its decision's record, the metrics and the samples.
+
+use tokio::time::Instant;
+
+use super::OpenAttempt;
+use crate::routing::AttemptEnd;
+use crate::routing::dispatch::Dispatcher;
+use crate::routing::predictions::Prediction;
+use crate::routing::record::AttemptReport;
+use crate::routing::samples::{EndedRequest, RunningRequests};
+
+impl OpenAttempt {
+    /// Reads an answer that came to its end without a count of cached tokens: none, where answers
+    /// of this form have told it before.
+    pub(super) fn settle_cached(&mut self, dispatcher: &Dispatcher, end: AttemptEnd) {
+        let (Some(usage), Some(form)) = (&mut self.usage, self.form) else {
+            return;
+        };
+        let backends = &dispatcher.backends;
+        if usage.cached_tokens.is_some() {
+            backends.told_cached(self.backend, form);
+        } else if end == AttemptEnd::Finished
+            && usage.prompt_tokens > 0
+            && backends.tells_cached(self.backend, form)
+        {
+            usage.cached_tokens = Some(0);
+        }
+    }
+
+    /// Counts the time between tokens up to the last of `tokens`.
+    pub(super) fn count_gaps(&mut self, dispatcher: &Dispatcher, tokens: u64, now: Instant) {
+        let requests = dispatcher.load.cluster(self.backend, now).running;
+        let limit = dispatcher.view.limit(self.backend.slot);
+        let running = RunningRequests {
+            requests,
+            is_at_limit: limit.is_some_and(|limit| requests >= limit),
+        };
+        let stopwatch = &mut self.stopwatch;
+        let count = |sample: &mut _| stopwatch.count(tokens, running, sample);
+        dispatcher.samples.add(self.backend, now, count);
+    }
+
+    /// Tells the decision's record what came of it.
+    pub(super) fn note_end(&self, end: AttemptEnd, now: Instant) {
+        let Some(record) = &self.record else { return };
+        let charged = &self.charged;
+        record.report(AttemptReport {
+            end,
+            usage: self.usage,
+            charged: [charged.input_uncached, charged.input_cached, charged.output],
+            first_byte: self.began.map(|began| self.stopwatch.elapsed(began)),
+            duration: self.stopwatch.elapsed(now),
+        });
+    }
+
+    /// Metrics and samples.
+    pub(super) fn report(&mut self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) {
+        self.meter.count_end(end);
+        let Some(usage) = self.usage else { return };
+        self.count_gaps(dispatcher, usage.completion_tokens, now);
+        if end != AttemptEnd::NotRun {
+            let ended = EndedRequest {
+                prompt_tokens: usage.prompt_tokens,
+                cached_tokens: usage.cached_tokens.unwrap_or(self.prompt.predicted),
+                output_tokens: usage.completion_tokens,
+                block_tokens: self.prompt.block_tokens,
+            };
+            dispatcher
+                .samples
+                .add(self.backend, now, |sample| ended.count(sample));
+        }
+        let (bytes, tokens) = (self.prompt.bytes, usage.prompt_tokens);
+        dispatcher.texts.add(self.model, bytes, tokens);
+        if let Some(cached) = usage.cached_tokens {
+            let predicted = self.prompt.predicted_of(usage.prompt_tokens);
+            self.meter
+                .count_prefix(usage.prompt_tokens, predicted, cached);
+            let prediction = Prediction::of(usage.prompt_tokens, predicted, cached);
+            let user = self.charged.user;
+            dispatcher
+                .backends
+                .found_cached(self.backend, user, predicted, cached);
+            dispatcher
+                .samples
+                .predict(self.backend, user, prediction, now);
+        }
+    }
+}
