@@ -1,5 +1,6 @@
 //! Turns a parsed body into block hashes and a token estimate.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use state::prefix::{self, Scope, model_key};
@@ -7,8 +8,8 @@ use state::ratios::TokenRatio;
 
 use super::reader::PromptReader;
 use super::{
-    BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch, PromptIdentity,
-    ReplyBoundary, ReplyShape, TokenScope, Tokenizer,
+    AroundText, BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch,
+    PromptIdentity, ReplyBoundary, ReplyShape, TokenScope, Tokenizer,
 };
 
 /// Bytes per block where the config says nothing else.
@@ -28,7 +29,13 @@ impl PromptReader {
         let cut = self.cut_of(&parsed.model);
         match &parsed.prompt {
             Prompt::Text(text) => self.characters(parsed, text, cut.bytes, BlockUnit::Characters),
-            Prompt::Tokens(ids) => self.tokens(parsed, ids, cut.tokens, None),
+            Prompt::Tokens(ids) => {
+                let mut kept = Cow::Borrowed(ids.as_slice());
+                if let Some(truncation) = parsed.truncation {
+                    truncation.cut(kept.to_mut(), parsed.reply, AroundText::default());
+                }
+                self.tokens(parsed, &kept, cut.tokens, None)
+            }
         }
     }
 
@@ -58,22 +65,32 @@ impl PromptReader {
         };
         let root = self.view.registry().hashing().root(&scope);
         let ratio = self.ratio_of(&parsed.model);
+        let tokens = ratio.tokens(text.len());
+        // Which part of the text the engine keeps, its characters do not tell.
+        let kept = parsed.truncation.map(|truncation| truncation.tokens);
+        let kept = kept.filter(|kept| text.len() > *kept as usize);
+        let (text, reply) = match kept {
+            Some(_) => (&[][..], ReplyShape::None),
+            None => (text, parsed.reply),
+        };
+        let tokens = u64::from(kept.unwrap_or(tokens).min(tokens));
         let mut chain = Vec::new();
         prefix::chain_bytes(&root, text, block_bytes as usize, &mut chain);
         let matchable = prefix::matchable_blocks(text.len() as u64, block_bytes);
         let rest = &text[chain.len() * block_bytes as usize..];
         PromptIdentity {
             root,
-            tokens: with_batch(u64::from(ratio.tokens(text.len())), parsed, ratio),
-            matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
+            tokens: with_batch(tokens, parsed, ratio),
+            matchable: matchable_of(parsed, matchable),
             unit,
             tail: ChainTail {
                 bytes: rest.to_vec(),
                 block_bytes: block_bytes as usize,
-                reply: parsed.reply,
+                reply,
                 tokens_per_block: ratio.block_tokens(block_bytes as usize),
                 seam: None,
-                is_partial: parsed.batch != PromptBatch::default(),
+                is_partial: kept.is_some() || parsed.batch != PromptBatch::default(),
+                skips_cache: parsed.skips_cache,
                 ratio,
             },
             chain: chain.into(),
@@ -102,7 +119,7 @@ impl PromptReader {
         PromptIdentity {
             root,
             tokens: with_batch(ids.len() as u64, parsed, ratio),
-            matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
+            matchable: matchable_of(parsed, matchable),
             unit: BlockUnit::Tokens,
             tail: ChainTail {
                 bytes: rest.iter().flat_map(|id| id.to_le_bytes()).collect(),
@@ -111,6 +128,7 @@ impl PromptReader {
                 tokens_per_block: block_size,
                 seam: seam.filter(|_| parsed.reply != ReplyShape::None),
                 is_partial: true,
+                skips_cache: parsed.skips_cache,
                 ratio,
             },
             chain: chain.into(),
@@ -197,6 +215,14 @@ impl PromptReader {
 struct BlockLength {
     bytes: u32,
     tokens: u32,
+}
+
+/// Blocks of a prompt that its engine may find cached.
+fn matchable_of(parsed: &ParsedBody, matchable: u64) -> u32 {
+    match parsed.skips_cache {
+        true => 0,
+        false => u32::try_from(matchable).unwrap_or(u32::MAX),
+    }
 }
 
 /// Tokens of a prompt and of the further ones of its batch.

@@ -17,6 +17,7 @@
 //! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
 
 mod borrowed;
+mod cache_use;
 mod flatten;
 mod form;
 mod further;
@@ -36,6 +37,7 @@ use state::ids::BlockHash;
 use state::prefix::ChainRoot;
 use state::ratios::TokenRatio;
 
+pub use cache_use::Truncation;
 pub use flatten::append_reply;
 pub use form::{FormFields, read_form};
 pub use further::{BodyMember, FurtherFields, MEMBERS_MAX, members, name_hash};
@@ -47,6 +49,7 @@ pub use tokenizer::{
 };
 pub use tokens::{TokenScope, chain_of_tokens};
 
+pub(crate) use cache_use::AroundText;
 pub(crate) use reader::TokenizingMetrics;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tokenizer::fuzzing;
@@ -87,6 +90,10 @@ pub struct ParsedBody {
     pub max_tokens: Option<u32>,
     /// Answers it asks for at once: `n` or `best_of`, for each prompt of a batch; at least 1.
     pub choices: u32,
+    /// Whether its engine does not look into its prefix cache for it.
+    pub skips_cache: bool,
+    /// What its engine keeps of the prompt; `None`: all.
+    pub truncation: Option<Truncation>,
     /// The prompt, flattened. Of a batch of prompts the first; empty when the path has none.
     pub prompt: Prompt,
     /// The other prompts of a batch.
@@ -238,8 +245,10 @@ pub struct ChainTail {
     /// How an answer's tokens continue the prompt's; `None`: in no known way, or blocks are of
     /// bytes.
     pub seam: Option<ReplyBoundary>,
-    /// Whether the text measured is all that the engine counts.
+    /// Whether the text measured is not all that the engine counts.
     pub is_partial: bool,
+    /// Whether the engine does not look into its cache: what it finds there tells nothing.
+    pub skips_cache: bool,
     /// The model's bytes per token when the prompt was identified.
     pub ratio: TokenRatio,
 }

@@ -16,6 +16,7 @@ use serde_json::error::Category;
 use serde_json::value::RawValue;
 
 use super::borrowed::Str;
+use super::cache_use::CacheFields;
 use super::flatten::{ContentText, Input, Messages, push_framed};
 use super::further::FurtherFields;
 use super::lax::{LaxError, LaxValue};
@@ -147,6 +148,16 @@ impl PromptField {
         }
     }
 
+    /// Whether an engine does not look into its prefix cache for such a body.
+    fn skips_cache(self, fields: &CacheFields) -> bool {
+        match self {
+            Self::Completions => fields.skips_for_completions(),
+            Self::Chat => fields.skips_for_chat(),
+            Self::Pooling => fields.pools_tokens(),
+            Self::Responses | Self::Other => false,
+        }
+    }
+
     fn reply(self) -> ReplyShape {
         match self {
             Self::Chat | Self::Responses => ReplyShape::Message,
@@ -167,6 +178,7 @@ struct BodyFields<'de> {
     stream_options_null_span: Option<(usize, usize)>,
     are_options_unclear: bool,
     further: FurtherFields,
+    cache: CacheFields,
     user: Option<String>,
     cache_salt: Option<String>,
     lora_path: Option<&'de RawValue>,
@@ -209,6 +221,8 @@ impl BodyFields<'_> {
             cache_salt: self.cache_salt,
             adapter: self.lora_path.map(|path| path.get().to_owned()),
             max_tokens: self.max_tokens,
+            skips_cache: surface.skips_cache(&self.cache),
+            truncation: self.cache.truncation(),
             prompt,
             batch: self.batch,
             reply: surface.reply(),
@@ -294,7 +308,11 @@ impl<'de> Visitor<'de> for BodyVisitor<'_, 'de> {
                 Some(known) => self.field_value(known, &mut map)?,
                 None => {
                     self.found.further.add(&key);
-                    map.next_value::<IgnoredAny>()?;
+                    if CacheFields::has(&key) {
+                        self.found.cache.take(&key, &map.next_value()?);
+                    } else {
+                        map.next_value::<IgnoredAny>()?;
+                    }
                 }
             }
             self.field.set(None);

@@ -29,9 +29,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::read::no_model;
 use super::{
-    BlockUnit, BodyRejection, EncodeError, Encoded, EngineTokenizer, Fallback, FormFields,
-    ModelSettings, ParsedBody, Prompt, PromptIdentity, TokenizeRequest, TokenizeResult, Tokenizer,
-    TokenizerContent, parse_routed, question,
+    AroundText, BlockUnit, BodyRejection, EncodeError, Encoded, EngineTokenizer, Fallback,
+    FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, TokenizeRequest, TokenizeResult,
+    Tokenizer, TokenizerContent, Truncation, parse_routed, question,
 };
 use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
 use crate::backends::{Backends, named_models};
@@ -289,14 +289,13 @@ impl PromptReader {
             None => self.encode(tokenizer, path, body).await?,
         };
         let outcome = match tokens {
-            Ok(PromptTokens::Encoded(Encoded { ids, seam })) => {
-                read.identity = self.identify_tokens(&read.parsed, &ids, seam);
-                read.ids = ids;
+            Ok(PromptTokens::Encoded(encoded)) => {
+                self.take_tokens(read, encoded);
                 outcome
             }
             Ok(PromptTokens::Ids(ids)) => {
-                read.identity = self.identify_tokens(&read.parsed, &ids, None);
-                read.ids = ids;
+                let (around, seam) = (AroundText::default(), None);
+                self.take_tokens(read, Encoded { ids, around, seam });
                 outcome
             }
             Ok(PromptTokens::Nothing) => "nothing",
@@ -307,6 +306,20 @@ impl PromptReader {
         };
         self.metrics.count(outcome, began);
         Ok(())
+    }
+
+    /// Identifies the prompt by its tokens, as many as the engine keeps.
+    fn take_tokens(&self, read: &mut ReadRequest, encoded: Encoded) {
+        let Encoded {
+            mut ids,
+            around,
+            seam,
+        } = encoded;
+        let parsed = &read.parsed;
+        let is_cut = |cut: Truncation| cut.cut(&mut ids, parsed.reply, around);
+        let is_cut = parsed.truncation.is_some_and(is_cut);
+        read.identity = self.identify_tokens(parsed, &ids, seam.filter(|_| !is_cut));
+        read.ids = ids;
     }
 
     /// Tokenizes here: in place what is short or known, else in the blocking pool.

@@ -15,6 +15,8 @@ pub(super) struct PromptSize {
     /// Whether these are charged as cached where the engine does not tell: not where blocks that
     /// hash alike can be written down.
     pub(super) is_believed: bool,
+    /// Whether what the engine finds cached tells of its cache: it looks there.
+    pub(super) is_telling: bool,
     /// Of one block.
     pub(super) block_tokens: u32,
     pub(super) ratio: TokenRatio,
@@ -35,6 +37,7 @@ impl PromptSize {
             },
             tokens,
             predicted: predicted.min(tokens),
+            is_telling: !tail.skips_cache,
             is_believed: registry.hash_secret.is_some(),
             block_tokens: tail.tokens_per_block,
             ratio: tail.ratio,

@@ -108,6 +108,31 @@ async fn an_answer_without_a_count_found_nothing_cached_where_others_have_told()
 }
 
 #[tokio::test]
+async fn what_skips_the_cache_is_predicted_to_find_nothing_and_teaches_nothing() {
+    let engine =
+        Engine::start(|_| counted(r#","prompt_tokens_details":{"cached_tokens":0}"#)).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let plain = long_chat();
+    let ask = async |request: &str| {
+        let answer = fleet.client().await.ask(request).await;
+        fleet.is_idle().await;
+        prefix(&answer)
+    };
+    assert_eq!(ask(&plain).await.0, 0);
+    let body = plain.split_once("\r\n\r\n").unwrap().1;
+    let body = body.replace(r#"{"model""#, r#"{"prompt_logprobs":1,"model""#);
+    let (found, all) = ask(&post("/v1/chat/completions", "", &body)).await;
+    assert!(found == 0 && all > 10, "{found} of {all}");
+    assert!(ask(&plain).await.0 > 10, "the lease counts all the same");
+    let mut registry = prometheus_client::registry::Registry::default();
+    fleet.router.metrics().register(&mut registry);
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+    let two_requests = "quorate_prefix_prompt_tokens_total{backend=\"e0\"} 200";
+    assert!(text.contains(two_requests), "{text}");
+}
+
+#[tokio::test]
 async fn a_client_gets_the_usage_that_it_asked_for() {
     let end = "data: {\"choices\":[{\"index\":0,\"text\":\"b\",\"finish_reason\":\"stop\"}],\
                \"usage\":{\"prompt_tokens\":7,\"completion_tokens\":2}}\n\n";

@@ -148,12 +148,17 @@ fn array(value: Option<Value>) -> Result<Vec<Value>, UnclearBodyError> {
     }
 }
 
-/// Tools as vLLM's types dump them: fields in a fixed order, absent ones `null`.
+/// Tools as vLLM's types dump them: fields in a fixed order, absent ones `null`, two that are left
+/// out if they are, and none that the types do not know.
 fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
     let tool = |tool: Value| {
         let Value::Object(mut tool) = tool else {
             return Err(UnclearBodyError);
         };
+        let deferred = tool
+            .get("defer_loading")
+            .filter(|it| !it.is_null())
+            .cloned();
         let function = match tool.remove("function") {
             Some(function) => function,
             // `/v1/messages` and `/v1/responses` have no level of their own for it.
@@ -173,8 +178,21 @@ fn tools(tools: Value) -> Result<Value, UnclearBodyError> {
             let value = function.shift_remove(field).unwrap_or(Value::Null);
             ordered.insert(field.to_owned(), value);
         }
-        ordered.extend(function);
-        Ok(json!({"type": "function", "function": ordered}))
+        if let Some(deferred) = &deferred {
+            let own = function.entry("defer_loading").or_insert(Value::Null);
+            if own.is_null() {
+                *own = deferred.clone();
+            }
+        }
+        for field in ["strict", "defer_loading"] {
+            let value = function.get(field).filter(|value| !value.is_null());
+            ordered.extend(value.map(|value| (field.to_owned(), value.clone())));
+        }
+        let mut tool = json!({"type": "function", "function": ordered});
+        if let Some(deferred) = deferred {
+            tool["defer_loading"] = deferred;
+        }
+        Ok(tool)
     };
     array(Some(tools))?.into_iter().map(tool).collect()
 }
@@ -217,8 +235,9 @@ fn part(part: Value) -> Option<Value> {
     part.get(field).and_then(Value::as_str).map(text_part)
 }
 
-/// What stands in the text for an image or other media: its kind and a hash of its URL, of its
-/// content where the URL is the content, or of all that the part says.
+/// What stands in the text for an image or other media: its kind and a hash of the `uuid` that the
+/// client gave it, which vLLM caches it under, of its URL, of its content where the URL is the
+/// content, or of all that the part says.
 fn marker(part: &Map<String, Value>) -> String {
     const KINDS: [&str; 4] = ["image", "audio", "video", "file"];
     let names = || part.keys().map(String::as_str);
@@ -233,7 +252,9 @@ fn marker(part: &Map<String, Value>) -> String {
         .iter()
         .find_map(|field| part.get(*field))
         .and_then(|it| it.as_str().or_else(|| it.get("url")?.as_str()));
-    let hash = match url {
+    let uuid = part.get("uuid").and_then(Value::as_str);
+    let hash = match uuid.or(url) {
+        Some(uuid) if Some(uuid) != url => xxh3_64(format!("uuid:{uuid}").as_bytes()),
         Some(url) => xxh3_64(url.as_bytes()),
         None => {
             let mut rest = part.clone();
@@ -456,6 +477,14 @@ mod tests {
         assert!(data.starts_with("<|image:"), "{data}");
         assert_eq!(data, one(image("data:image/png;base64,AAAA", "high")));
         assert_ne!(data, one(image("data:image/png;base64,AAAB", "auto")));
+        let named = |url: &str, uuid: &str| {
+            let mut part = image(url, "auto");
+            part["uuid"] = uuid.into();
+            one(part)
+        };
+        assert_ne!(named("http://x/a", "1"), named("http://x/a", "2"));
+        assert_eq!(named("http://x/a", "1"), named("http://x/b", "1"));
+        assert_ne!(named("http://x/a", "1"), one(image("http://x/a", "auto")));
         let input = json!({"type": "input_image", "image_url": "data:image/png;base64,AAAA"});
         assert_eq!(data, one(input));
         let sound = json!({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}});
@@ -491,6 +520,27 @@ mod tests {
         assert_eq!(
             chat.for_template(true)[0]["content"],
             json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
+        );
+    }
+
+    #[test]
+    fn tools_have_the_fields_that_engines_know() {
+        let tool = |tool: Value| {
+            let body = json!({"messages": [], "tools": [tool]}).to_string();
+            match read("/v1/chat/completions", body.as_bytes()).unwrap() {
+                TokenizerInput::Chat(chat) => chat.tools.unwrap()[0].to_string(),
+                other => panic!("{other:?} is no chat"),
+            }
+        };
+        let plain = json!({"parameters": {}, "name": "f", "x_vendor": 1, "strict": null});
+        assert_eq!(
+            tool(json!({"type": "function", "function": plain, "x": 1})),
+            r#"{"type":"function","function":{"name":"f","description":null,"parameters":{}}}"#
+        );
+        let strict = json!({"strict": true, "name": "f", "defer_loading": null});
+        assert_eq!(
+            tool(json!({"function": strict, "defer_loading": true})),
+            r#"{"type":"function","function":{"name":"f","description":null,"parameters":null,"strict":true,"defer_loading":true},"defer_loading":true}"#
         );
     }
 

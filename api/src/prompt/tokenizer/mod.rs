@@ -11,6 +11,7 @@
 
 mod cache;
 mod chat;
+mod developer;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod huggingface;
@@ -32,6 +33,7 @@ use self::cache::TokenCache;
 use self::chat::{Chat, TokenizerInput, UnclearBodyError};
 use self::huggingface::{HuggingFace, TextPiece};
 use self::template::ReplyRendering;
+use super::AroundText;
 
 pub(crate) use self::remote::{EngineTokenizer, TokenizeRequest, TokenizeResult, question};
 
@@ -222,6 +224,8 @@ pub(crate) enum TokenizerContent {
 #[derive(Debug, Clone)]
 pub(crate) struct Encoded {
     pub(crate) ids: Vec<u32>,
+    /// How many of them the tokenizer added.
+    pub(crate) around: AroundText,
     /// `None`: output does not continue it in a known way.
     pub(crate) seam: Option<ReplyBoundary>,
 }
@@ -420,7 +424,11 @@ impl Tokenizer {
             None
         };
         ids.extend_from_slice(around.1);
-        Ok(Encoded { ids, seam })
+        let around = AroundText {
+            before: around.0.len(),
+            behind: around.1.len(),
+        };
+        Ok(Encoded { ids, around, seam })
     }
 
     /// `tail`: what follows the last special token of the last part, whose tokens end `ids`.

@@ -11,7 +11,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::{Map, json};
 
 use super::chat::Chat;
-use super::python;
+use super::{developer, python};
 
 /// Most instructions of one render.
 const RENDER_FUEL_MAX: u64 = 4_000_000;
@@ -29,6 +29,8 @@ pub(super) struct ChatTemplate {
     special_tokens: Map<String, serde_json::Value>,
     /// Whether contents are lists of parts for it.
     has_parts: bool,
+    /// Whether it knows the role `developer`.
+    names_developer: bool,
     /// How an answer stands in the next turn's prompt.
     replies: ReplyRendering,
 }
@@ -69,6 +71,7 @@ impl ChatTemplate {
             environment,
             special_tokens,
             has_parts: false,
+            names_developer: developer::is_named_in(source),
             replies: ReplyRendering::Changed,
         };
         template.has_parts = template.takes_parts();
@@ -82,7 +85,11 @@ impl ChatTemplate {
 
     /// The conversation's text.
     pub(super) fn render(&self, chat: &Chat) -> Result<String, Error> {
-        self.render_messages(chat, chat.for_template(self.has_parts))
+        let mut messages = chat.for_template(self.has_parts);
+        if !self.names_developer {
+            messages = developer::without(messages);
+        }
+        self.render_messages(chat, messages)
     }
 
     fn render_messages(
@@ -270,6 +277,22 @@ mod tests {
         let error = template(source).render(&user("no")).unwrap_err();
         assert!(error.to_string().contains("not this"), "{error}");
         assert_eq!(template(source).render(&user("x")).unwrap(), "yes");
+    }
+
+    #[test]
+    fn a_template_that_knows_no_developers_gets_systems() {
+        let source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}";
+        let messages = vec![
+            json!({"role": "user", "content": "x"}),
+            json!({"role": "developer", "content": "y"}),
+        ];
+        let chat = plain_chat(messages, true);
+        assert_eq!(template(source).render(&chat).unwrap(), "<system>y<user>x");
+        let knows = format!("{source}{{% if m == 'developer' %}}{{% endif %}}");
+        assert_eq!(
+            template(&knows).render(&chat).unwrap(),
+            "<user>x<developer>y"
+        );
     }
 
     #[test]

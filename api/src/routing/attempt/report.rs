@@ -71,7 +71,7 @@ impl OpenAttempt {
         }
         let (bytes, tokens) = (self.prompt.bytes, usage.prompt_tokens);
         dispatcher.texts.add(self.model, bytes, tokens);
-        if let Some(cached) = usage.cached_tokens {
+        if let Some(cached) = usage.cached_tokens.filter(|_| self.prompt.is_telling) {
             let predicted = self.prompt.predicted_of(usage.prompt_tokens);
             self.meter
                 .count_prefix(usage.prompt_tokens, predicted, cached);

@@ -1,0 +1,188 @@
+//! Fields by which an engine uses its prefix cache, or the prompt, otherwise than usual.
+//!
+//! vLLM computes a prompt from its first token where it is to give log probabilities of it, and
+//! pools some tasks over all tokens: what is cached of such a prompt helps nothing. It cuts a prompt
+//! where `truncate_prompt_tokens` asks for it. Other engines do not know these fields, or the same.
+
+use super::ReplyShape;
+use super::lax::LaxValue;
+
+/// What an engine keeps of a longer prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Truncation {
+    /// Tokens at most.
+    pub tokens: u32,
+    /// Whether its end is kept, as the request says; `None`: as the tokenizer does, which is the
+    /// end where text is generated.
+    pub keeps_end: Option<bool>,
+}
+
+/// How many tokens of a prompt are special ones that a tokenizer adds around the text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct AroundText {
+    pub(crate) before: usize,
+    pub(crate) behind: usize,
+}
+
+impl Truncation {
+    /// Cuts `ids`; answers whether there was anything to cut. A tokenizer that cuts by itself keeps
+    /// the special tokens around the text, a cut at a side that was asked for does not.
+    pub(crate) fn cut(self, ids: &mut Vec<u32>, reply: ReplyShape, around: AroundText) -> bool {
+        let kept = self.tokens as usize;
+        if ids.len() <= kept {
+            return false;
+        }
+        let around = match self.keeps_end {
+            Some(_) => AroundText::default(),
+            None => around,
+        };
+        let keeps_end = self.keeps_end.unwrap_or(reply != ReplyShape::None);
+        let text = around.before..ids.len() - around.behind;
+        let room = kept.saturating_sub(around.before + around.behind);
+        let cut = text.len().saturating_sub(room);
+        let cut = match keeps_end {
+            true => text.start..text.start + cut,
+            false => text.end - cut..text.end,
+        };
+        ids.drain(cut);
+        true
+    }
+}
+
+/// What has been met of these fields.
+#[derive(Debug, Clone, Default)]
+pub(super) struct CacheFields {
+    prompt_logprobs: bool,
+    echo: bool,
+    /// Whether `logprobs` is there, and whether `top_logprobs` is null.
+    has_logprobs: bool,
+    has_no_top_logprobs: bool,
+    pools_tokens: bool,
+    tokens: Option<u32>,
+    keeps_end: Option<bool>,
+}
+
+impl CacheFields {
+    /// Whether `field` is one of them.
+    pub(super) fn has(field: &str) -> bool {
+        matches!(
+            field,
+            "prompt_logprobs"
+                | "prompt_logprob_token_ids"
+                | "echo"
+                | "logprobs"
+                | "top_logprobs"
+                | "task"
+                | "truncate_prompt_tokens"
+                | "truncation_side"
+        )
+    }
+
+    pub(super) fn take(&mut self, field: &str, value: &LaxValue) {
+        let is_there = *value != LaxValue::Null;
+        match field {
+            "prompt_logprobs" | "prompt_logprob_token_ids" => self.prompt_logprobs |= is_there,
+            "echo" => self.echo = value.flag() == Ok(Some(true)),
+            "logprobs" => self.has_logprobs = is_there,
+            "top_logprobs" => self.has_no_top_logprobs = !is_there,
+            "task" => {
+                let is_of_tokens = |task: &str| matches!(task, "token_embed" | "token_classify");
+                self.pools_tokens = matches!(value, LaxValue::Text(task) if is_of_tokens(task));
+            }
+            // -1 is the engine's own length, beyond which it takes no prompt anyway.
+            "truncate_prompt_tokens" => self.tokens = value.count().ok().flatten(),
+            "truncation_side" => {
+                self.keeps_end = match value {
+                    LaxValue::Text(side) if side == "left" => Some(true),
+                    LaxValue::Text(side) if side == "right" => Some(false),
+                    _ => None,
+                };
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether log probabilities of the prompt are asked for, by the fields of completions.
+    pub(super) fn skips_for_completions(&self) -> bool {
+        self.prompt_logprobs || self.echo && self.has_logprobs
+    }
+
+    /// The same of chats, where `top_logprobs` is 0 unless it is null.
+    pub(super) fn skips_for_chat(&self) -> bool {
+        self.prompt_logprobs || self.echo && !self.has_no_top_logprobs
+    }
+
+    /// Whether a task is asked for that pools over all tokens.
+    pub(super) fn pools_tokens(&self) -> bool {
+        self.pools_tokens
+    }
+
+    pub(super) fn truncation(&self) -> Option<Truncation> {
+        self.tokens.map(|tokens| Truncation {
+            tokens,
+            keeps_end: self.keeps_end,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::*;
+    use crate::prompt::{ParsedBody, parse};
+
+    fn read(path: &str, fields: &str) -> ParsedBody {
+        let body = format!(r#"{{"model":"m","prompt":"x","messages":[],"input":"x"{fields}}}"#);
+        parse(path, &Bytes::from(body)).unwrap()
+    }
+
+    #[test]
+    fn what_asks_for_probabilities_of_the_prompt_skips_the_cache() {
+        let skips = |path, fields| read(path, fields).skips_cache;
+        let (chat, completions) = ("/v1/chat/completions", "/v1/completions");
+        for path in [chat, completions] {
+            assert!(skips(path, r#","prompt_logprobs":0"#));
+            assert!(skips(path, r#","prompt_logprob_token_ids":[3]"#));
+            assert!(!skips(path, r#","prompt_logprobs":null,"logprobs":true"#));
+        }
+        assert!(skips(completions, r#","echo":true,"logprobs":1"#));
+        assert!(!skips(completions, r#","echo":true"#));
+        assert!(!skips(completions, r#","logprobs":1"#));
+        assert!(skips(chat, r#","echo":true"#));
+        assert!(!skips(chat, r#","echo":true,"top_logprobs":null"#));
+        assert!(skips("/pooling", r#","task":"token_embed""#));
+        assert!(!skips("/pooling", r#","task":"embed""#));
+    }
+
+    #[test]
+    fn a_prompt_is_cut_as_the_engine_cuts_it() {
+        let around = AroundText {
+            before: 1,
+            behind: 1,
+        };
+        let generated = ReplyShape::Continuation;
+        for (keeps_end, reply, tokens, expected) in [
+            (None, generated, 4, &[0, 7, 8, 9][..]),
+            (None, ReplyShape::None, 4, &[0, 1, 2, 9]),
+            (Some(true), generated, 4, &[6, 7, 8, 9]),
+            (Some(false), generated, 4, &[0, 1, 2, 3]),
+            (Some(true), generated, 0, &[]),
+            (None, generated, 1, &[0, 9]),
+        ] {
+            let mut ids: Vec<u32> = (0..10).collect();
+            assert!(Truncation { tokens, keeps_end }.cut(&mut ids, reply, around));
+            assert_eq!(ids, expected, "{keeps_end:?} {tokens}");
+        }
+        let mut short = vec![1, 2];
+        let whole = Truncation {
+            tokens: 2,
+            keeps_end: None,
+        };
+        assert!(!whole.cut(&mut short, generated, around));
+        let truncation = |fields| read("/v1/completions", fields).truncation;
+        assert_eq!(truncation(r#","truncate_prompt_tokens":-1"#), None);
+        let left = truncation(r#","truncate_prompt_tokens":9,"truncation_side":"left""#).unwrap();
+        assert_eq!((left.tokens, left.keeps_end), (9, Some(true)));
+    }
+}
