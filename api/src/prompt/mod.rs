@@ -45,7 +45,7 @@ pub use read::{is_read, parse, parse_routed};
 pub use reader::{ParsedRequest, PromptReader, ReadError, ReadRequest};
 pub use tokenizer::{
     Fallback, ReplyBoundary, Tokenizer, TokenizerLoadError, TokenizerSpec, TokenizerSpecError,
-    Vocabulary,
+    Vocabulary, tokenize_question,
 };
 pub use tokens::{TokenScope, chain_of_tokens};
 

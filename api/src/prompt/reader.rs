@@ -285,7 +285,10 @@ impl PromptReader {
     ) -> Result<(), ReadError> {
         let began = Instant::now();
         let (outcome, tokens) = match tokenizer.remote() {
-            Some(remote) => ("engine", self.ask(remote, path, body, read).await),
+            Some(remote) => {
+                let asked = self.ask(remote, path, body, read).await;
+                self.with_files(tokenizer, path, body, asked).await?
+            }
             None => self.encode(tokenizer, path, body).await?,
         };
         let outcome = match tokens {
@@ -306,6 +309,34 @@ impl PromptReader {
         };
         self.metrics.count(outcome, began);
         Ok(())
+    }
+
+    /// What an engine that was asked for tokens leaves to do, where the tokenizer's files are here:
+    /// what it did not answer, and how an answer joins what it did.
+    async fn with_files(
+        &self,
+        tokenizer: &Arc<Tokenizer>,
+        path: &str,
+        body: &Bytes,
+        asked: Result<PromptTokens, Fallback>,
+    ) -> Result<(&'static str, Result<PromptTokens, Fallback>), ReadError> {
+        if !tokenizer.has_files() {
+            return Ok(("engine", asked));
+        }
+        match asked {
+            Err(_) => self.encode(tokenizer, path, body).await,
+            Ok(PromptTokens::Ids(ids)) => {
+                let (_, here) = self.encode(tokenizer, path, body).await?;
+                let tokens = match here {
+                    Ok(PromptTokens::Encoded(encoded)) if encoded.ids == ids => {
+                        PromptTokens::Encoded(encoded)
+                    }
+                    _ => PromptTokens::Ids(ids),
+                };
+                Ok(("engine", Ok(tokens)))
+            }
+            nothing => Ok(("engine", nothing)),
+        }
     }
 
     /// Identifies the prompt by its tokens, as many as the engine keeps.

@@ -195,11 +195,12 @@ pub struct ModelConfig {
     /// Model id, or `*` for any model; the first match is used.
     pub name: String,
     /// How prompts are tokenized: `character` (not at all), `tiktoken:cl100k_base`,
-    /// `tiktoken:o200k_base`, `huggingface:FILE` with the path of a `tokenizer.json`, or `engine`
-    /// (by the engine's `/tokenize`). See docs/guide/tokenizers.md.
+    /// `tiktoken:o200k_base`, `huggingface:FILE` with the path of a `tokenizer.json`, `engine` (by
+    /// the engine's `/tokenize`), or `engine:FILE` (by that file where no engine answers). See
+    /// docs/guide/tokenizers.md.
     #[default(Parsed(TokenizerSpec::Character))]
     pub tokenizer: Parsed<TokenizerName>,
-    /// Chat template for `huggingface`. Default: `chat_template.jinja`, else
+    /// Chat template for `huggingface` and `engine:FILE`. Default: `chat_template.jinja`, else
     /// `tokenizer_config.json`, in the tokenizer's directory.
     pub chat_template: Option<PathBuf>,
     /// Block size in tokens, or in bytes for `character`. Default: as the model's engines say, 16

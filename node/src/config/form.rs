@@ -151,8 +151,8 @@ api::forms! {
     }
     /// Tokenizer.
     TokenizerName: TokenizerSpec = "tokenizer" {
-        pattern: "^(character|engine|tiktoken:(cl100k|o200k)_base|huggingface:.+)$",
-        expected: "\"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \"huggingface:FILE\" or \"engine\"",
+        pattern: "^(character|engine|tiktoken:(cl100k|o200k)_base|(huggingface|engine):.+)$",
+        expected: "\"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \"huggingface:FILE\", \"engine\" or \"engine:FILE\"",
         read: |text| text.parse().ok(),
         show: TokenizerSpec::to_string,
     }

@@ -37,7 +37,11 @@ fn settings(path: &str, model: &ModelConfig, found: &mut Settings) -> Option<Mod
         return None;
     }
     let (spec, template) = (model.tokenizer.0.clone(), model.chat_template.as_deref());
-    if template.is_some() && !matches!(spec, TokenizerSpec::HuggingFace(_)) {
+    let has_files = matches!(
+        spec,
+        TokenizerSpec::HuggingFace(_) | TokenizerSpec::EngineOr(_)
+    );
+    if template.is_some() && !has_files {
         let key = format!("{path}.chat_template");
         let message = format!("{key} has no effect with {spec}");
         found.refuse(&key, message, "tokenizer = \"huggingface:FILE\" beside it");

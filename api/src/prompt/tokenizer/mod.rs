@@ -35,6 +35,7 @@ use self::huggingface::{HuggingFace, TextPiece};
 use self::template::ReplyRendering;
 use super::AroundText;
 
+pub use self::remote::tokenize_question;
 pub(crate) use self::remote::{EngineTokenizer, TokenizeRequest, TokenizeResult, question};
 
 /// What is kept of tokens met before, per tokenizer, in bytes.
@@ -56,6 +57,8 @@ pub enum TokenizerSpec {
     HuggingFace(PathBuf),
     /// `engine`.
     Engine,
+    /// `engine:FILE`: so, and a `tokenizer.json` for what engines do not answer.
+    EngineOr(PathBuf),
 }
 
 /// A vocabulary in the binary.
@@ -71,7 +74,7 @@ pub enum Vocabulary {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "expected \"character\", \"tiktoken:cl100k_base\", \"tiktoken:o200k_base\", \
-     \"huggingface:FILE\" or \"engine\""
+     \"huggingface:FILE\", \"engine\" or \"engine:FILE\""
 )]
 pub struct TokenizerSpecError;
 
@@ -87,6 +90,7 @@ impl FromStr for TokenizerSpec {
             (_, Some(("huggingface", file))) if !file.is_empty() => {
                 Ok(Self::HuggingFace(file.into()))
             }
+            (_, Some(("engine", file))) if !file.is_empty() => Ok(Self::EngineOr(file.into())),
             _ => Err(TokenizerSpecError),
         }
     }
@@ -100,6 +104,7 @@ impl fmt::Display for TokenizerSpec {
             Self::Tiktoken(Vocabulary::O200k) => f.write_str("tiktoken:o200k_base"),
             Self::HuggingFace(file) => write!(f, "huggingface:{}", file.display()),
             Self::Engine => f.write_str("engine"),
+            Self::EngineOr(file) => write!(f, "engine:{}", file.display()),
         }
     }
 }
@@ -169,7 +174,7 @@ enum TokenizerKind {
     Character,
     Tiktoken(&'static CoreBPE),
     HuggingFace(Box<HuggingFace>),
-    Engine(EngineTokenizer),
+    Engine(Box<EngineTokenizer>, Option<Box<HuggingFace>>),
 }
 
 impl fmt::Debug for Tokenizer {
@@ -271,7 +276,11 @@ impl Tokenizer {
             TokenizerSpec::HuggingFace(file) => {
                 TokenizerKind::HuggingFace(Box::new(HuggingFace::load(file, chat_template)?))
             }
-            TokenizerSpec::Engine => TokenizerKind::Engine(EngineTokenizer::default()),
+            TokenizerSpec::Engine => TokenizerKind::Engine(Box::default(), None),
+            TokenizerSpec::EngineOr(file) => {
+                let files = HuggingFace::load(file, chat_template)?;
+                TokenizerKind::Engine(Box::default(), Some(Box::new(files)))
+            }
         };
         Ok(Arc::new(Self {
             spec,
@@ -326,23 +335,37 @@ impl Tokenizer {
     /// The text of token ids; `None` when they are none of this tokenizer's.
     #[must_use]
     pub fn decode(&self, ids: &[u32]) -> Option<String> {
-        match &self.kind {
-            TokenizerKind::Character | TokenizerKind::Engine(_) => None,
-            TokenizerKind::Tiktoken(bpe) => {
-                let bytes = bpe.decode_bytes(ids).ok()?;
-                Some(String::from_utf8_lossy(&bytes).into_owned())
-            }
-            TokenizerKind::HuggingFace(files) => files.decode(ids),
+        if let TokenizerKind::Tiktoken(bpe) = &self.kind {
+            let bytes = bpe.decode_bytes(ids).ok()?;
+            return Some(String::from_utf8_lossy(&bytes).into_owned());
         }
+        self.files().and_then(|files| files.decode(ids))
     }
 
     pub(crate) fn remote(&self) -> Option<&EngineTokenizer> {
         match &self.kind {
-            TokenizerKind::Engine(remote) => Some(remote),
+            TokenizerKind::Engine(remote, _) => Some(remote),
             TokenizerKind::Character
             | TokenizerKind::Tiktoken(_)
             | TokenizerKind::HuggingFace(_) => None,
         }
+    }
+
+    /// The files that it tokenizes with here.
+    fn files(&self) -> Option<&HuggingFace> {
+        match &self.kind {
+            TokenizerKind::HuggingFace(files) | TokenizerKind::Engine(_, Some(files)) => {
+                Some(files)
+            }
+            TokenizerKind::Character
+            | TokenizerKind::Tiktoken(_)
+            | TokenizerKind::Engine(_, None) => None,
+        }
+    }
+
+    /// Whether it tokenizes by files, whatever engines answer.
+    pub(crate) fn has_files(&self) -> bool {
+        self.files().is_some()
     }
 
     /// Reads the prompt of a request to `path`.
@@ -368,12 +391,7 @@ impl Tokenizer {
     }
 
     fn render(&self, chat: &Chat) -> Result<TokenizerText, Fallback> {
-        let template = match &self.kind {
-            TokenizerKind::HuggingFace(files) => files.template.as_ref(),
-            TokenizerKind::Character | TokenizerKind::Tiktoken(_) | TokenizerKind::Engine(_) => {
-                None
-            }
-        };
+        let template = self.files().and_then(|files| files.template.as_ref());
         let Some(template) = template else {
             return Ok(TokenizerText {
                 parts: framed(chat),
@@ -409,8 +427,8 @@ impl Tokenizer {
         if bytes > TOKENIZED_BYTES_MAX {
             return Err(EncodeError::Never(Fallback::TooLong));
         }
-        let around = match &self.kind {
-            TokenizerKind::HuggingFace(files) if text.adds_special => files.around(),
+        let around = match self.files() {
+            Some(files) if text.adds_special => files.around(),
             _ => (&[][..], &[][..]),
         };
         let mut ids = around.0.to_vec();
@@ -468,11 +486,9 @@ impl Tokenizer {
         fresh_bytes_max: &mut usize,
         ids: &mut Vec<u32>,
     ) -> Result<std::ops::Range<usize>, EncodeError> {
-        let pieces = match &self.kind {
-            TokenizerKind::HuggingFace(files) => files.cut(text),
-            TokenizerKind::Character | TokenizerKind::Tiktoken(_) | TokenizerKind::Engine(_) => {
-                vec![TextPiece::Text(0..text.len())]
-            }
+        let pieces = match self.files() {
+            Some(files) => files.cut(text),
+            None => vec![TextPiece::Text(0..text.len())],
         };
         let mut tail = text.len()..text.len();
         for piece in pieces {
@@ -505,12 +521,14 @@ impl Tokenizer {
             .ok_or(EncodeError::MoreThanAllowed)?;
         // Libraries that meet foreign text: what they do not expect must not end the replica.
         let tokens = catch_unwind(AssertUnwindSafe(|| match &self.kind {
-            TokenizerKind::Character | TokenizerKind::Engine(_) => None,
+            TokenizerKind::Character | TokenizerKind::Engine(_, None) => None,
             TokenizerKind::Tiktoken(bpe) => {
                 let nothing_special = std::collections::HashSet::new();
                 bpe.encode(piece, &nothing_special).ok().map(|(ids, _)| ids)
             }
-            TokenizerKind::HuggingFace(files) => files.encode(piece),
+            TokenizerKind::HuggingFace(files) | TokenizerKind::Engine(_, Some(files)) => {
+                files.encode(piece)
+            }
         }));
         let tokens: Arc<[u32]> = tokens
             .ok()

@@ -114,6 +114,16 @@ pub(crate) fn question(path: &str, model: &str, body: &[u8]) -> Result<TokenizeR
     Ok(TokenizeRequest::Ask(asked.into()))
 }
 
+/// The body of the `POST /tokenize` that asks an engine for the prompt of a request to `path`.
+/// `None`: it is not asked, as there is no prompt, its ids are known, or it is no such body.
+#[must_use]
+pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> {
+    match question(path, model, body) {
+        Ok(TokenizeRequest::Ask(question)) => Some(question),
+        Ok(TokenizeRequest::Ids(_) | TokenizeRequest::Nothing) | Err(_) => None,
+    }
+}
+
 impl EngineTokenizer {
     /// The answer to `question`: a kept one, else what `ask` gets. `None`: there is none in time.
     pub(crate) async fn tokens<F>(

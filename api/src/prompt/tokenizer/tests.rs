@@ -127,7 +127,7 @@ fn names_are_read_and_shown_the_same() {
     ] {
         assert_eq!(name.parse::<TokenizerSpec>().unwrap().to_string(), name);
     }
-    for name in ["", "Character", "tiktoken:gpt2", "huggingface:", "engine:x"] {
+    for name in ["", "Character", "tiktoken:gpt2", "huggingface:", "engine:"] {
         assert_eq!(
             name.parse::<TokenizerSpec>(),
             Err(TokenizerSpecError),

@@ -8,7 +8,7 @@ use futures_util::future::join_all;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
-use super::super::fixture::{router_with, spec};
+use super::super::fixture::router_with;
 use super::*;
 use crate::prompt::{
     BlockUnit, Fallback, ModelSettings, ReadError, ReadRequest, TokenScope, Tokenizer,
@@ -200,15 +200,23 @@ async fn asking(status: &'static str) -> (Bench, Arc<AtomicUsize>) {
 }
 
 async fn asking_for(status: &'static str, body: &'static str) -> (Bench, Arc<AtomicUsize>) {
+    asking_by(TokenizerSpec::Engine, status, body).await
+}
+
+async fn asking_by(
+    spec: TokenizerSpec,
+    status: &'static str,
+    body: &'static str,
+) -> (Bench, Arc<AtomicUsize>) {
     let (url, asked) = engine(status, body).await;
     let mut log = Log::new(&[]);
-    let backend = spec(0, None);
+    let backend = super::super::fixture::spec(0, None);
     log.admin(Command::PutBackend(state::command::BackendSpec {
         url,
         ..backend
     }));
     let port = Port::new(log);
-    let settings = settings(TokenizerSpec::Engine);
+    let settings = settings(spec);
     let router = router_with(&port, OutboxSettings::default(), settings);
     (Bench { port, router }, asked)
 }
@@ -248,6 +256,39 @@ async fn a_prompt_of_no_tokens_is_not_believed() {
     let expected = BlockUnit::CharactersFor(Fallback::Engine);
     assert_eq!(read.identity.unit, expected);
     assert!(read.identity.tokens > 0 && !read.identity.chain.is_empty());
+}
+
+fn engine_or_chatml() -> (TokenizerSpec, Arc<Tokenizer>) {
+    let files = fixture("chatml");
+    let TokenizerSpec::HuggingFace(file) = &files else {
+        panic!("{files}");
+    };
+    let spec = TokenizerSpec::EngineOr(file.clone());
+    (spec, Tokenizer::load(files, None).unwrap())
+}
+
+#[tokio::test]
+async fn what_engines_do_not_answer_is_tokenized_here_where_the_files_are() {
+    let (spec, files) = engine_or_chatml();
+    let body = chat(&[("user", "How are you?")]);
+    let own = files.encode_request(CHAT, body.to_string().as_bytes());
+    let (bench, asked) = asking_by(spec.clone(), "503 Service Unavailable", NINE).await;
+    let unanswered = read(&bench, CHAT, &body).await;
+    assert_eq!(unanswered.identity.unit, BlockUnit::Tokens);
+    assert_eq!(Some(&unanswered.ids), own.as_ref());
+    assert!(unanswered.identity.tail.seam.is_some(), "answers go on");
+    assert_eq!(asked.load(Ordering::Relaxed), 1);
+
+    // An engine's own word stands, and how an answer joins it is known where it is the same.
+    let (bench, _) = asking_by(spec.clone(), "200 OK", NINE).await;
+    let other = read(&bench, CHAT, &body).await;
+    assert_eq!(other.ids, [1, 2, 3, 4, 5, 6, 7, 8, 9]);
+    assert!(other.identity.tail.seam.is_none());
+    let same = json!({ "tokens": own }).to_string().leak();
+    let (bench, _) = asking_by(spec, "200 OK", same).await;
+    let same = read(&bench, CHAT, &body).await;
+    assert_eq!(Some(&same.ids), own.as_ref());
+    assert!(same.identity.tail.seam.is_some());
 }
 
 #[tokio::test(start_paused = true)]
