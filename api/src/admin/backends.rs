@@ -17,7 +17,7 @@ use super::problem::{invalid, not_found};
 use super::readback::{ReadBack, ReadBackJson};
 use super::{Admin, AdminState};
 use crate::backends::{
-    CircuitView, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError, ProbeRecord,
+    CircuitView, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError, ProbeRecord, engine_kind,
 };
 use crate::error::Problem;
 use crate::kv_events::board::BackendStreams;
@@ -50,7 +50,49 @@ struct BackendDetail {
     facts: EngineFacts,
     /// The engine's last report to this replica.
     engine: EngineMetrics,
+    /// What it is, as this replica was told.
+    engine_info: EngineInfo,
     probes: ProbeDetail,
+}
+
+/// What an engine is.
+#[derive(Serialize)]
+struct EngineInfo {
+    /// As it names itself: `vllm`, `sglang`, `llama.cpp`.
+    kind: Option<String>,
+    version: Option<String>,
+    /// Whether answers have told how much of a prompt was cached.
+    tells_cached_tokens: bool,
+    models: Vec<EngineInfoModel>,
+}
+
+/// A model that it lists.
+#[derive(Serialize)]
+struct EngineInfoModel {
+    id: String,
+    /// The model that it adapts.
+    parent: Option<String>,
+    max_model_len: Option<u64>,
+}
+
+impl EngineInfo {
+    fn of(admin: &Admin, backend: &Backend, record: &ProbeRecord) -> Self {
+        let listed = record.listed.as_deref().unwrap_or_default();
+        let owner = listed.iter().find_map(|model| model.owned_by.as_deref());
+        Self {
+            kind: owner.map(|owner| engine_kind(owner).to_owned()),
+            version: record.version.clone(),
+            tells_cached_tokens: admin.backends.tells_cached_at_all(backend.handle),
+            models: listed
+                .iter()
+                .map(|model| EngineInfoModel {
+                    id: model.id.clone(),
+                    parent: model.parent.clone(),
+                    max_model_len: model.max_model_len,
+                })
+                .collect(),
+        }
+    }
 }
 
 /// State of a backend's ownership.
@@ -192,6 +234,7 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
         .zip(owned)
         .map(|(backend, (owned_blocks, events))| {
             let record = admin.backends.record(backend.handle.slot);
+            let record = record.unwrap_or_default();
             let here = admin.load.here(backend.handle);
             let cluster = admin.load.cluster(backend.handle, now);
             let places = |limit| admin.load.places(backend.handle, limit);
@@ -203,7 +246,8 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
                 pending_prefill_tokens: cluster.pending_prefill_tokens,
             };
             BackendContext {
-                record: record.unwrap_or_default(),
+                engine_info: EngineInfo::of(admin, backend, &record),
+                record,
                 in_flight,
                 owned_blocks,
                 ownership: OwnershipDetail::of(admin, backend, events),
@@ -218,6 +262,7 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
 /// Data about a backend from sources other than the registry.
 struct BackendContext {
     record: ProbeRecord,
+    engine_info: EngineInfo,
     in_flight: InFlightCounts,
     owned_blocks: u64,
     ownership: OwnershipDetail,
@@ -229,6 +274,7 @@ impl BackendContext {
     fn show(self, backend: &Backend) -> BackendDetail {
         let Self {
             record,
+            engine_info,
             in_flight,
             owned_blocks,
             ownership,
@@ -269,6 +315,7 @@ impl BackendContext {
             incarnation: backend.handle.incarnation,
             facts: backend.facts.clone(),
             engine: record.metrics,
+            engine_info,
             probes: ProbeDetail {
                 total: record.probes_total,
                 failures_total: record.failures_total,
@@ -308,6 +355,7 @@ impl ReadBack for PutBackendBody {
         "incarnation",
         "facts",
         "engine",
+        "engine_info",
         "probes",
     ];
 }

@@ -88,6 +88,11 @@ impl CacheReports {
         reports.is_some_and(|reports| reports.forms & form.bit() != 0)
     }
 
+    /// Whether an answer of any form did.
+    pub(super) fn tells_any(&self, backend: BackendRef) -> bool {
+        self.of(backend).is_some_and(|reports| reports.forms != 0)
+    }
+
     /// Of so many predicted tokens an answer to `user` found so many cached.
     pub(super) fn found(&self, backend: BackendRef, user: UserKey, predicted: u64, cached: u64) {
         if predicted < PREDICTED_MIN {
@@ -162,9 +167,9 @@ mod tests {
         let reports = CacheReports::default();
         let chat = AnswerForm::of("/v1/chat/completions", false);
         let stream = AnswerForm::of("/v1/chat/completions?x", true);
-        assert!(!reports.tells(life(1), chat));
+        assert!(!reports.tells(life(1), chat) && !reports.tells_any(life(1)));
         reports.told(life(1), chat);
-        assert!(reports.tells(life(1), chat));
+        assert!(reports.tells(life(1), chat) && reports.tells_any(life(1)));
         assert!(!reports.tells(life(1), stream));
         assert!(!reports.tells(life(2), chat), "it may have other flags now");
         reports.told(life(1), chat);

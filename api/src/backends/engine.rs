@@ -159,6 +159,8 @@ struct ListedModel {
     max_model_len: Value,
     #[serde(default)]
     permission: Value,
+    #[serde(default)]
+    owned_by: Value,
 }
 
 /// Longest text or permission of a model that is kept, in bytes.
@@ -177,6 +179,27 @@ pub struct EngineModel {
     pub max_model_len: Option<u64>,
     /// Permissions, a list of objects.
     pub permission: Option<Value>,
+    /// Whose it is: engines put their own names there.
+    pub owned_by: Option<String>,
+}
+
+/// The kind of the engine that names itself so as the owner of its models.
+#[must_use]
+pub fn engine_kind(owned_by: &str) -> &str {
+    match owned_by {
+        "llamacpp" => "llama.cpp",
+        other => other,
+    }
+}
+
+/// Reads an answer to `GET /version`.
+pub(super) fn read_version(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Version {
+        version: String,
+    }
+    let version = serde_json::from_slice::<Version>(body).ok()?.version;
+    (version.len() <= KEPT_BYTES_MAX).then_some(version)
 }
 
 impl EngineModel {
@@ -200,6 +223,7 @@ impl From<ListedModel> for EngineModel {
             parent: text(listed.parent),
             max_model_len: listed.max_model_len.as_u64(),
             permission: Some(listed.permission).filter(is_kept),
+            owned_by: text(listed.owned_by),
         }
     }
 }

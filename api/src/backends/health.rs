@@ -126,6 +126,8 @@ pub struct ProbeRecord {
     /// What it says of them.
     #[serde(skip)]
     pub listed: Option<Arc<[EngineModel]>>,
+    /// The engine's version, in its own words.
+    pub version: Option<String>,
     /// Facts last reported to the cluster by this replica.
     pub told: Option<EngineFacts>,
     /// Tokens per block of its model, where the engine's own blocks cannot be told in them.

@@ -53,7 +53,7 @@ pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
 pub use dialer::{EngineDialer, engine_files};
-pub use engine::{EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX};
+pub use engine::{EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX, engine_kind};
 pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::{EngineHeaders, EngineKeys};
@@ -374,6 +374,11 @@ impl Backends {
     /// Whether answers of this form have told cached tokens, so that one without means none.
     pub(crate) fn tells_cached(&self, backend: BackendRef, form: AnswerForm) -> bool {
         self.cache_reports.tells(backend, form)
+    }
+
+    /// Whether answers of any form have told cached tokens.
+    pub(crate) fn tells_cached_at_all(&self, backend: BackendRef) -> bool {
+        self.cache_reports.tells_any(backend)
     }
 
     /// Records how much of what was predicted an answer to `user` found cached.

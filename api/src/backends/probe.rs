@@ -138,6 +138,7 @@ impl Probe {
         let mut memory = FactsMemory::default();
         let mut models_due = Instant::now();
         let mut refusals = 0;
+        let mut is_described = false;
         loop {
             let settings = self.settings();
             self.ready(&mut client, &settings);
@@ -153,14 +154,20 @@ impl Probe {
             if std::mem::replace(&mut refusals, saw.refusals) != saw.refusals {
                 // Another process may be there by now.
                 models_due = Instant::now();
+                is_described = false;
             }
             if models_due <= Instant::now() {
                 saw.models = self.list_models(&mut client).await;
                 let wait = match saw.models {
+                    // Its adapters come and go while it runs.
+                    Some(_) if metrics.adapters.is_some() => settings.interval,
                     Some(_) => settings.models_interval,
                     None => settings.interval,
                 };
                 models_due = Instant::now() + wait;
+            }
+            if !is_described && saw.models.is_some() {
+                is_described = self.describe(&mut client).await;
             }
             self.tell_news(&mut memory, &saw);
             tokio::time::sleep(jittered(settings.interval)).await;
@@ -213,6 +220,19 @@ impl Probe {
                 None
             }
         }
+    }
+
+    /// Asks for the engine's version, and answers whether it was heard: some tell none.
+    async fn describe(&self, client: &mut ProbeClient) -> bool {
+        let Ok(answer) = client.get("/version", HEALTH_BYTES_MAX).await else {
+            return false;
+        };
+        let version = answer.status.is_success();
+        let version = version
+            .then(|| engine::read_version(&answer.body))
+            .flatten();
+        self.stay.update(|record| record.version = version);
+        true
     }
 
     fn tell_news(&self, memory: &mut FactsMemory, saw: &EngineReading) {

@@ -19,7 +19,7 @@ use tokio::task::AbortHandle;
 use super::*;
 
 const PAGE: &str = include_str!("samples/vllm.txt");
-const MODELS: &str = r#"{"object":"list","data":[{"id":"m"}]}"#;
+const MODELS: &str = r#"{"object":"list","data":[{"id":"m","owned_by":"vllm"}]}"#;
 /// Nothing here takes long; a test that hangs should fail.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -183,6 +183,7 @@ fn vllm(path: &str) -> (StatusCode, String) {
         "/health" => (StatusCode::OK, String::new()),
         "/metrics" => (StatusCode::OK, PAGE.to_owned()),
         "/v1/models" => (StatusCode::OK, MODELS.to_owned()),
+        "/version" => (StatusCode::OK, r#"{"version":"0.32.0"}"#.to_owned()),
         _ => (
             StatusCode::NOT_FOUND,
             "{\"detail\":\"Not Found\"}".to_owned(),
@@ -222,6 +223,21 @@ async fn a_vllm_engine_becomes_healthy_and_is_described() {
             started_at_s: Some(1_763_630_102),
         }
     );
+}
+
+#[tokio::test]
+async fn an_engine_tells_its_kind_and_version() {
+    let engine = Engine::start(vllm).await;
+    let bench = Bench::new(quick(), engine.addr);
+    bench
+        .until("a version", |backends| {
+            let record = backends.record(Slot(0)).unwrap_or_default();
+            record.version.as_deref() == Some("0.32.0")
+        })
+        .await;
+    let listed = bench.backends.listed(Slot(0), "m").unwrap();
+    assert_eq!(listed.owned_by.as_deref().map(engine_kind), Some("vllm"));
+    assert_eq!(engine_kind("llamacpp"), "llama.cpp");
 }
 
 #[tokio::test]
@@ -477,4 +493,40 @@ async fn a_backend_that_takes_over_slot_and_engine_goes_by_its_own_name() {
                 .is_some_and(|record| record.id == "gpu-2" && record.is_healthy)
         })
         .await;
+}
+
+#[tokio::test]
+async fn an_adapter_that_comes_at_run_time_is_told_with_the_next_probe() {
+    let is_loaded = Arc::new(AtomicBool::new(false));
+    let switch = Arc::clone(&is_loaded);
+    let engine = Engine::start(move |path| match path {
+        "/metrics" => {
+            let adapters = "vllm:lora_requests_info{max_lora=\"2\",running_lora_adapters=\"\",\
+                            waiting_lora_adapters=\"\"} 1.0\n";
+            (StatusCode::OK, format!("{PAGE}{adapters}"))
+        }
+        "/v1/models" if switch.load(Ordering::SeqCst) => {
+            let list = r#"{"data":[{"id":"m"},{"id":"a","parent":"m"}]}"#;
+            (StatusCode::OK, list.to_owned())
+        }
+        path => vllm(path),
+    })
+    .await;
+    let settings = ProbeSettings {
+        models_interval: PATIENCE * 10,
+        ..quick()
+    };
+    let mut bench = Bench::new(settings, engine.addr);
+    let first = bench.told.recv().await.unwrap();
+    assert_eq!(first.1.models, Some(vec!["m".to_owned()]));
+    is_loaded.store(true, Ordering::SeqCst);
+    let both = vec!["a".to_owned(), "m".to_owned()];
+    let told = async {
+        while let Some((_, facts)) = bench.told.recv().await {
+            if facts.models.as_ref() == Some(&both) {
+                return;
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, told).await.unwrap();
 }

@@ -88,6 +88,12 @@ async fn backends_are_listed_with_all_that_is_known() {
             "owned_blocks": 3,
             "slot": 0,
             "incarnation": first["incarnation"],
+            "engine_info": {
+                "kind": null,
+                "version": null,
+                "tells_cached_tokens": false,
+                "models": [],
+            },
             "facts": {"models": null, "capacity_blocks": null, "started_at_s": null},
             "probes": {
                 "total": 0,
