@@ -122,6 +122,12 @@ pub enum ProxyError {
         /// Path of the request, shortened.
         path: String,
     },
+    /// The path is about things that are kept between requests.
+    #[error("{kept} are not kept here: send the requests themselves, each with what it needs")]
+    KeepsNothing {
+        /// Name of the things, as in the path.
+        kept: &'static str,
+    },
     /// The path does not allow this method.
     #[error("method not allowed on this path; use {allowed}")]
     WrongMethod {
@@ -290,6 +296,7 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::UnsupportedEncoding { .. } => {
             (415, "invalid_request_error", "unsupported_content_encoding")
         }
+        ProxyError::KeepsNothing { .. } => (501, "invalid_request_error", "endpoint_not_supported"),
         ProxyError::NoWebsockets => (501, "invalid_request_error", "websockets_not_supported"),
         ProxyError::UnknownResponse { .. } => (404, "invalid_request_error", "response_not_found"),
         ProxyError::BodyTimeout => (408, "invalid_request_error", "request_timeout"),

@@ -223,7 +223,9 @@ fn refusal(failure: &ProxyError, headers: &HeaderMap) -> Problem {
         } => format!("body.{param}"),
         ProxyError::BadRequest { param: None, .. } => "body".to_owned(),
         ProxyError::BadKey => "headers.authorization".to_owned(),
-        ProxyError::UnknownRoute { .. } | ProxyError::WrongMethod { .. } => "path".to_owned(),
+        ProxyError::UnknownRoute { .. }
+        | ProxyError::KeepsNothing { .. }
+        | ProxyError::WrongMethod { .. } => "path".to_owned(),
         _ => "headers".to_owned(),
     };
     invalid(&field, failure.to_string())

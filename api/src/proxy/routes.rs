@@ -14,7 +14,7 @@ use super::settings::ProxySettings;
 use crate::error::ProxyError;
 
 /// Paths routed by their body's `model`; `requests.extra_paths` adds others.
-pub const INFERENCE_PATHS: [&str; 27] = [
+pub const INFERENCE_PATHS: [&str; 29] = [
     "/classify",
     "/detokenize",
     "/pooling",
@@ -31,7 +31,9 @@ pub const INFERENCE_PATHS: [&str; 27] = [
     "/v1/completions/render",
     "/v1/detokenize",
     "/v1/embeddings",
+    "/v1/images/edits",
     "/v1/images/generations",
+    "/v1/images/variations",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/pooling",
@@ -45,7 +47,24 @@ pub const INFERENCE_PATHS: [&str; 27] = [
 ];
 
 /// Paths whose bodies are forms with a file.
-const FORM_PATHS: [&str; 2] = ["/v1/audio/transcriptions", "/v1/audio/translations"];
+const FORM_PATHS: [&str; 4] = [
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/images/edits",
+    "/v1/images/variations",
+];
+
+/// OpenAI's routes about what is kept between requests. Engines keep none of it, and one of several
+/// would not know what another was given.
+const KEPT_THINGS: [&str; 7] = [
+    "assistants",
+    "batches",
+    "conversations",
+    "files",
+    "fine_tuning",
+    "uploads",
+    "vector_stores",
+];
 
 /// Names of control routes: no path with one of them as a segment is forwarded.
 const CONTROL: [&str; 34] = [
@@ -187,6 +206,12 @@ pub(super) fn unslashed(uri: &Uri) -> Option<Uri> {
 
 /// No engine gets a request for this path.
 pub(super) fn unrouted(method: &Method, path: &str) -> ProxyError {
+    let kept = path
+        .strip_prefix("/v1/")
+        .and_then(|it| it.split('/').next());
+    if let Some(kept) = KEPT_THINGS.iter().find(|known| kept == Some(**known)) {
+        return ProxyError::KeepsNothing { kept };
+    }
     ProxyError::UnknownRoute {
         method: method.as_str().to_owned(),
         path: shown_path(path).to_owned(),
@@ -282,6 +307,17 @@ mod tests {
         ] {
             assert_eq!(status(&Method::POST, path), 404, "{path}");
         }
+    }
+
+    #[test]
+    fn what_engines_do_not_keep_is_refused_in_words() {
+        for path in ["/v1/files", "/v1/files/file-1/content", "/v1/batches"] {
+            assert_eq!(status(&Method::POST, path), 501, "{path}");
+            assert_eq!(status(&Method::GET, path), 501, "{path}");
+        }
+        assert_eq!(status(&Method::POST, "/v1/filesystem"), 404);
+        assert_eq!(status(&Method::POST, "/files"), 404);
+        assert!(takes_form("/v1/images/edits") && !takes_form("/v1/images/generations"));
     }
 
     #[test]
