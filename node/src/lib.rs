@@ -6,6 +6,7 @@ pub mod config;
 mod connector;
 pub mod descriptors;
 pub mod dev;
+pub mod engine_check;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod json_client;

@@ -24,3 +24,4 @@ mod fixtures;
 mod recorded;
 
 pub use pack::MsgpackError;
+pub use source::{AdvertisedEvents, ask_where_published};

@@ -108,6 +108,39 @@ pub(super) async fn find(
     Ok(EngineSources { model, ranks })
 }
 
+/// Where an engine says that it publishes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AdvertisedEvents {
+    /// Side that listens.
+    pub side: ListeningSide,
+    /// Address of the first rank's events.
+    pub events: KvAddress,
+    /// Address of its replays.
+    pub replay: Option<KvAddress>,
+    /// Number of data-parallel ranks.
+    pub ranks: usize,
+}
+
+/// Asks the engine at `url` where it publishes, as `kv_events = "auto"` does.
+///
+/// # Errors
+/// What it said instead.
+pub async fn ask_where_published(url: &str) -> Result<AdvertisedEvents, String> {
+    let client = ProbeClient::new(url, None, (ANSWER_MAX, &EngineDialer::default()));
+    let mut client = client.map_err(|failure| failure.to_string())?;
+    let ranks = ask_where(&mut client, &host(url)).await?;
+    let count = ranks.len();
+    let first = ranks.into_iter().next();
+    first
+        .map(|first| AdvertisedEvents {
+            side: first.side,
+            events: first.events,
+            replay: first.replay,
+            ranks: count,
+        })
+        .ok_or_else(|| "the engine publishes no KV events".to_owned())
+}
+
 async fn ask_where(client: &mut ProbeClient, host: &str) -> Result<Vec<RankSource>, String> {
     if let Some(answer) = get(client, "/kv_event_sources").await? {
         return read_sources(&answer, host);

@@ -10,6 +10,7 @@ mod cluster;
 mod config;
 mod decisions;
 mod edit;
+mod engine_check;
 mod events;
 mod explain;
 #[cfg(feature = "fuzzing")]
@@ -65,6 +66,8 @@ enum CliCommand {
     Serve(serve::ServeArgs),
     /// Run an emulated vLLM engine
     Engine(lab::engine::EngineArgs),
+    /// Check what an engine can do, and tell what Quorate will therefore do
+    EngineCheck(engine_check::EngineCheckArgs),
     /// Replay a recorded trace against running replicas and report hit rates and latencies
     Replay(lab::replay::ReplayArgs),
     /// Compare policies, queue orders and cluster sizes in a simulation
@@ -193,6 +196,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             descriptors::raise();
             block_on(lab::engine::run(args))
         }
+        CliCommand::EngineCheck(args) => block_on(engine_check::run(args)),
         CliCommand::Status(args) => block_on(read::status(args)),
         CliCommand::Backend(command) => block_on(backends::run(command)),
         CliCommand::Backends(args) => block_on(backends::list(args)),

@@ -1,0 +1,144 @@
+//! Whether the engine publishes KV events that can be followed.
+
+use api::kv_events::socket::{SocketMessage, Sockets as _, Zmq};
+use api::kv_events::{AdvertisedEvents, ask_where_published, wire};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout_at};
+
+use super::answers::fresh_chat;
+use super::client::EngineClient;
+use super::{CheckOutcome, CheckResult};
+
+const NAME: &str = "KV events";
+const QUEUE_MESSAGES: usize = 64;
+
+pub(super) async fn check(client: &EngineClient, model: &str) -> CheckResult {
+    let sources = match ask_where_published(&client.url).await {
+        Ok(sources) => sources,
+        Err(why) => {
+            let therefore = "what it has cached is inferred from requests (leases), unless \
+                             kv_events names its publisher";
+            return CheckResult::new(NAME, CheckOutcome::No, why, therefore);
+        }
+    };
+    match follow(client, model, &sources).await {
+        Err(why) => {
+            let found = format!("it names {}, but: {why}", sources.events);
+            let therefore = "what it has cached is inferred from requests (leases)";
+            CheckResult::new(NAME, CheckOutcome::No, found, therefore)
+        }
+        Ok(seen) => {
+            let ranks = sources.ranks;
+            let found = format!(
+                "{}, {ranks} rank(s), blocks of {} tokens, replay: {}",
+                sources.events, seen.block_size, seen.replay
+            );
+            let (outcome, therefore) = match seen.is_replayed {
+                true => (
+                    CheckOutcome::Yes,
+                    "kv_events = \"auto\" gives exact ownership, with a tokenizer",
+                ),
+                false => (
+                    CheckOutcome::Partly,
+                    "kv_events = \"auto\" is exact until the first missed message, then leases: \
+                     set a replay_endpoint",
+                ),
+            };
+            CheckResult::new(NAME, outcome, found, therefore)
+        }
+    }
+}
+
+/// What the publisher sent.
+struct SeenEvents {
+    block_size: u32,
+    is_replayed: bool,
+    replay: String,
+}
+
+async fn follow(
+    client: &EngineClient,
+    model: &str,
+    sources: &AdvertisedEvents,
+) -> Result<SeenEvents, String> {
+    let deadline = Instant::now() + client.patience;
+    let (queue, mut incoming) = mpsc::channel(QUEUE_MESSAGES);
+    let sockets = Zmq::default();
+    let subscription = sockets.subscribe(sources.side, sources.events.clone(), queue);
+    let subscription = tokio::spawn(subscription);
+    let stored = async {
+        match next(&mut incoming, deadline).await? {
+            SocketMessage::Connected => {}
+            other => return Err(format!("no subscription: {other:?}")),
+        }
+        // A publisher learns of a subscription a moment after the connection: the request is sent
+        // anew until its blocks are told.
+        loop {
+            let chat = fresh_chat(model, 2);
+            let asked = client.post("/v1/chat/completions", &chat).await;
+            asked.map_err(|error| error.to_string())?;
+            while let Ok(Some(message)) =
+                tokio::time::timeout(client.patience / 8, incoming.recv()).await
+            {
+                match message {
+                    SocketMessage::Message(number, payload) => {
+                        if let Some(size) = block_size(&payload)? {
+                            return Ok((number, size));
+                        }
+                    }
+                    SocketMessage::Broke(why) => return Err(why),
+                    SocketMessage::Connected | SocketMessage::End => {}
+                }
+            }
+            if Instant::now() >= deadline {
+                return Err("nothing was published about a request".to_owned());
+            }
+        }
+    };
+    let stored = stored.await;
+    subscription.abort();
+    let (number, block_size) = stored?;
+    let (is_replayed, replay) = match &sources.replay {
+        None => (false, "none".to_owned()),
+        Some(address) => {
+            let (queue, mut incoming) = mpsc::channel(QUEUE_MESSAGES);
+            let replayed = tokio::spawn(sockets.replay(address.clone(), number, queue));
+            let first = next(&mut incoming, Instant::now() + client.patience).await;
+            replayed.abort();
+            match first {
+                Ok(SocketMessage::Message(first, _)) if first == number => (true, "yes".to_owned()),
+                Ok(other) => (false, format!("{other:?}")),
+                Err(why) => (false, why),
+            }
+        }
+    };
+    Ok(SeenEvents {
+        block_size,
+        is_replayed,
+        replay,
+    })
+}
+
+async fn next(
+    incoming: &mut mpsc::Receiver<SocketMessage>,
+    deadline: Instant,
+) -> Result<SocketMessage, String> {
+    match timeout_at(deadline, incoming.recv()).await {
+        Ok(Some(message)) => Ok(message),
+        Ok(None) => Err("the publisher closed the connection".to_owned()),
+        Err(_) => Err("the publisher does not answer".to_owned()),
+    }
+}
+
+/// Tokens per block of the blocks that a message says were stored.
+fn block_size(payload: &[u8]) -> Result<Option<u32>, String> {
+    let decoded = wire::decode(payload);
+    let decoded = decoded.map_err(|error| format!("what it publishes cannot be read: {error}"))?;
+    let stored = decoded.events.iter().find_map(|event| match event {
+        wire::EngineEvent::Stored(stored) => Some(stored.block_size),
+        wire::EngineEvent::Removed(_) | wire::EngineEvent::Cleared | wire::EngineEvent::Unknown => {
+            None
+        }
+    });
+    Ok(stored)
+}

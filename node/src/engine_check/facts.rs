@@ -1,0 +1,184 @@
+//! What an engine says of itself: health, models, kind, metrics.
+
+use api::backends::{EngineMetrics, engine_kind};
+use serde_json::Value;
+
+use super::client::{EngineClient, refusal};
+use super::{CheckOutcome, CheckResult};
+
+/// The paths that a replica probes, in its order.
+const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
+
+pub(super) async fn health(client: &EngineClient) -> anyhow::Result<CheckResult> {
+    let mut found = String::new();
+    for path in HEALTH_PATHS {
+        // Without a connection there is nothing to check.
+        let answer = client.get(path).await?;
+        if answer.status.is_success() {
+            return Ok(CheckResult::new(
+                "health",
+                CheckOutcome::Yes,
+                format!("{path}: {}", answer.status.as_u16()),
+                format!("probes ask {path}"),
+            ));
+        }
+        let is_unknown = matches!(answer.status.as_u16(), 404 | 405 | 501);
+        found = format!("{path}: {}", refusal(&answer));
+        if !is_unknown {
+            break;
+        }
+    }
+    let therefore =
+        "it counts as unhealthy and gets no requests; probes.health_path names another path";
+    Ok(CheckResult::new(
+        "health",
+        CheckOutcome::No,
+        found,
+        therefore,
+    ))
+}
+
+/// The models that an engine lists.
+#[derive(Debug, Default)]
+pub(super) struct ListedModels(Vec<Value>);
+
+impl ListedModels {
+    fn is_adapter(model: &Value) -> bool {
+        model["parent"].is_string() && model["parent"] != model["id"]
+    }
+
+    /// The first that adapts no other.
+    pub(super) fn first_base(&self) -> Option<String> {
+        let base = self.0.iter().find(|model| !Self::is_adapter(model))?;
+        base["id"].as_str().map(str::to_owned)
+    }
+}
+
+pub(super) async fn models(client: &EngineClient) -> (CheckResult, ListedModels) {
+    let answer = client.get("/v1/models").await;
+    let listed = match answer {
+        Ok(answer) if answer.status.is_success() => answer.json().map_err(|it| it.to_string()),
+        Ok(answer) => Err(refusal(&answer)),
+        Err(error) => Err(error.to_string()),
+    };
+    let listed = listed.and_then(|list| match list["data"].as_array() {
+        Some(models) if !models.is_empty() => Ok(models.clone()),
+        _ => Err("no list of models".to_owned()),
+    });
+    let models = match listed {
+        Ok(models) => models,
+        Err(why) => {
+            let therefore = "its models have to be named in the config";
+            let check = CheckResult::new("models", CheckOutcome::No, why, therefore);
+            return (check, ListedModels::default());
+        }
+    };
+    let name = |model: &Value| {
+        let id = model["id"].as_str().unwrap_or("?");
+        match (model["parent"].as_str(), &model["max_model_len"]) {
+            (Some(parent), _) if parent != id => format!("{id} (adapts {parent})"),
+            (_, Value::Number(tokens)) => format!("{id} ({tokens} tokens)"),
+            _ => id.to_owned(),
+        }
+    };
+    let names: Vec<_> = models.iter().map(name).collect();
+    let tells_length = models.iter().any(|model| model["max_model_len"].is_u64());
+    let therefore = match tells_length {
+        true => "requests for these names come here, and /v1/models tells their lengths",
+        false => "requests for these names come here",
+    };
+    let check = CheckResult::new("models", CheckOutcome::Yes, names.join(", "), therefore);
+    (check, ListedModels(models))
+}
+
+/// Kind and version, as far as the engine's answers tell.
+pub(super) async fn kind(
+    client: &EngineClient,
+    models: &ListedModels,
+) -> (Option<String>, Option<String>) {
+    let json = async |path: &str| {
+        let answer = client.get(path).await.ok()?;
+        answer.success().ok()
+    };
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    let mut version = json("/version").await.and_then(|it| text(&it["version"]));
+    let owner = models.0.first().and_then(|model| text(&model["owned_by"]));
+    let kind = owner.as_deref().map(engine_kind).map(str::to_owned);
+    if version.is_none() {
+        version = match kind.as_deref() {
+            Some("llama.cpp") => json("/props").await.and_then(|it| text(&it["build_info"])),
+            _ => json("/server_info")
+                .await
+                .and_then(|it| text(&it["version"])),
+        };
+    }
+    (kind, version)
+}
+
+pub(super) async fn metrics(client: &EngineClient) -> (CheckResult, Option<EngineMetrics>) {
+    let page = client.get("/metrics").await;
+    let metrics = match page {
+        Ok(page) if page.status.is_success() => {
+            EngineMetrics::read(&page.body).map_err(|error| error.to_string())
+        }
+        Ok(page) => Err(refusal(&page)),
+        Err(error) => Err(error.to_string()),
+    };
+    let metrics = match metrics {
+        Ok(metrics) => metrics,
+        Err(why) => {
+            let therefore = "load is what Quorate sent; capacity is assumed and learnt from misses; \
+                             a restart shows in refused connections and cold answers";
+            return (
+                CheckResult::new("metrics", CheckOutcome::No, why, therefore),
+                None,
+            );
+        }
+    };
+    let figures = [
+        ("running", metrics.running.is_some(), None),
+        (
+            "waiting",
+            metrics.waiting.is_some(),
+            Some("its own queue is not seen"),
+        ),
+        (
+            "cache usage",
+            metrics.kv_usage_permille.is_some(),
+            Some("cache pressure is not seen"),
+        ),
+        (
+            "capacity",
+            metrics.cache_tokens.is_some(),
+            Some("capacity is assumed and learnt from misses"),
+        ),
+        (
+            "block size",
+            metrics.block_size.is_some(),
+            Some("blocks of 16 tokens unless block_size is set"),
+        ),
+        (
+            "start time",
+            metrics.started_at_s.is_some(),
+            Some("a restart shows in falling counters and cold answers"),
+        ),
+    ];
+    let told: Vec<_> = figures.iter().filter(|it| it.1).map(|it| it.0).collect();
+    let missing: Vec<_> = figures.iter().filter(|it| !it.1).collect();
+    let outcome = match (told.len(), missing.len()) {
+        (_, 0) => CheckOutcome::Yes,
+        (0, _) => CheckOutcome::No,
+        _ => CheckOutcome::Partly,
+    };
+    let found = match told.is_empty() {
+        true => "no figure that is known".to_owned(),
+        false => told.join(", "),
+    };
+    let consequences: Vec<_> = missing.iter().filter_map(|it| it.2).collect();
+    let therefore = match consequences.is_empty() {
+        true => "policies see its queue and cache, capacity and restarts are known".to_owned(),
+        false => consequences.join("; "),
+    };
+    let check = CheckResult::new("metrics", outcome, found, therefore);
+    (check, Some(metrics))
+}

@@ -1,0 +1,83 @@
+//! `quorate engine-check` against the emulated engine: what it can do is known here.
+
+use lab::engine::{EventEncoding, EventsOptions, PublisherFaults};
+use node::engine_check::{CheckOutcome, EngineCheckOptions, check};
+
+use super::*;
+
+fn options(url: String) -> EngineCheckOptions {
+    EngineCheckOptions {
+        url,
+        model: None,
+        authorization: None,
+        tokenizer: None,
+        patience: PATIENCE,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_emulated_engine_can_do_is_found() {
+    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
+    let engine = EmulatedEngine::start(EngineOptions {
+        speed: 50.0,
+        events: Some(EventsOptions {
+            events: any,
+            replay: Some(any),
+            form: EventEncoding::Map,
+            faults: PublisherFaults::default(),
+        }),
+        ..EngineOptions::default()
+    });
+    let engine = engine.await.unwrap();
+    let report = check(&options(engine.url())).await.unwrap();
+    assert_eq!(report.kind.as_deref(), Some("vllm"));
+    assert_eq!(report.model.as_deref(), Some("emulated"));
+    assert!(report.is_usable());
+    let outcomes: Vec<_> = report
+        .checks
+        .iter()
+        .map(|it| (it.name, it.outcome))
+        .collect();
+    let all = [
+        "health",
+        "models",
+        "metrics",
+        "chat",
+        "usage",
+        "cached tokens",
+        "streams",
+        "tokenizer",
+        "KV events",
+        "hang-up",
+    ];
+    let expected = all.map(|name| (name, CheckOutcome::Yes));
+    assert_eq!(outcomes, expected, "{report:#?}");
+    let found = |name: &str| {
+        let check = report.checks.iter().find(|check| check.name == name);
+        check.unwrap().found.clone()
+    };
+    assert!(found("KV events").contains("blocks of 32 tokens"));
+    assert!(found("streams").contains("in a chunk of its own"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_an_engine_cannot_do_is_named_with_what_follows() {
+    let engine = EmulatedEngine::start(EngineOptions {
+        speed: 50.0,
+        ..EngineOptions::default()
+    });
+    let engine = engine.await.unwrap();
+    let report = check(&options(engine.url())).await.unwrap();
+    let events = report.checks.iter().find(|check| check.name == "KV events");
+    let events = events.unwrap();
+    assert_eq!(events.outcome, CheckOutcome::No);
+    assert!(events.therefore.contains("leases"), "{}", events.therefore);
+    let url = engine.url();
+    engine.stop().await;
+    let refused = check(&options(url)).await.unwrap_err();
+    let refused = format!("{refused:#}");
+    assert!(
+        refused.contains("refused") && !refused.contains("admin"),
+        "{refused}"
+    );
+}
