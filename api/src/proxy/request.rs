@@ -176,18 +176,20 @@ impl BodyReader<'_> {
 
 /// Reads what is left of a body and throws it away, within bounds: closing a connection over unread
 /// bytes resets it, and the answer would be lost on its way.
-pub(super) async fn discard(
-    (bytes_max, patience): (u64, Duration),
-    headers: &HeaderMap,
-    mut body: Incoming,
-) {
-    let bytes_max = bytes_max.saturating_mul(2);
+pub(super) async fn discard(bounds: (u64, Duration), headers: &HeaderMap, body: Incoming) {
+    let bytes_max = bounds.0.saturating_mul(2);
     let is_hopeless = content_length(headers).is_some_and(|length| length > bytes_max);
     if is_hopeless || headers.contains_key(EXPECT) {
         return;
     }
+    // Either way the answer is sent next.
+    swallow(bounds, body).await;
+}
+
+/// The same whatever is announced. A body that pauses is let go sooner.
+pub(super) async fn swallow((bytes_max, patience): (u64, Duration), mut body: Incoming) {
     let read = async {
-        let mut left = bytes_max;
+        let mut left = bytes_max.saturating_mul(2);
         while let Ok(Some(Ok(frame))) = timeout(patience / 4, body.frame()).await {
             let length = frame.data_ref().map_or(0, |data| data.len() as u64);
             match left.checked_sub(length) {
@@ -196,7 +198,6 @@ pub(super) async fn discard(
             }
         }
     };
-    // Either way the answer is sent next.
     let _: Result<(), _> = timeout(patience, read).await;
 }
 

@@ -165,8 +165,8 @@ pub struct ProxyTimeouts {
     pub body_idle_crowded: Duration,
     /// For a whole request body: 408. A tenth of it while many are on their way.
     pub body: Duration,
-    /// How long the body of a refused request is read on over HTTP/1.1, so that its sender gets to
-    /// see the answer. A quarter of it is the longest pause. The request counts nowhere meanwhile.
+    /// How long the body of a refused request is read on, so that its sender gets to see the answer.
+    /// A quarter of it is the longest pause. The request counts nowhere meanwhile.
     pub refused_body: Duration,
     /// From forwarding a request to the first byte of the answer's body: 504. Engines answer
     /// requests without `stream` only when they are done.

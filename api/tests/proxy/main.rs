@@ -14,6 +14,7 @@ mod commands;
 mod decisions;
 mod descriptors;
 mod drain;
+mod early_answers;
 mod engine;
 mod engine_keys;
 mod exposure;

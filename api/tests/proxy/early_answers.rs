@@ -1,0 +1,141 @@
+//! Requests that are refused while their body is on its way: the client gets to read the answer.
+//!
+//! Over HTTP/2 some clients (curl 7.88: error 92) drop an answer when its stream is reset while they
+//! send, whatever the reset says.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use api::proxy::{ApiKeys, ProxySettings};
+use bytes::Bytes;
+use futures_util::stream;
+use http::{Request, Response};
+use http_body_util::{BodyExt, StreamBody};
+use hyper::body::{Frame, Incoming};
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::client::post;
+use super::engine::{Engine, json};
+use super::fleet::{Fleet, PATIENT, eventually};
+
+const CHAT: &str = "/v1/chat/completions";
+/// More than the windows of a stream and its connection: who sends so much is read.
+const LONG: usize = 4 * 1024 * 1024;
+const PIECE: usize = 16 * 1024;
+
+/// A fleet that refuses whoever has no key, and reads on for so long.
+async fn refusing(reads_on: Duration) -> (Engine, Fleet) {
+    start(|settings| {
+        let mut keys = ApiKeys::default();
+        keys.add("sk-right", None);
+        settings.api_keys = Some(keys);
+        settings.timeouts.refused_body = reads_on;
+    })
+    .await
+}
+
+async fn start(change: impl FnOnce(&mut ProxySettings)) -> (Engine, Fleet) {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let fleet = Fleet::start_with(&[&engine], PATIENT, change).await;
+    (engine, fleet)
+}
+
+/// An answer to a request whose body is not over.
+struct EarlyAnswer {
+    response: Response<Incoming>,
+    /// Takes the rest of the body, as far as it is sent.
+    body: mpsc::Sender<Bytes>,
+    _connection: AbortOnDropHandle<Result<(), hyper::Error>>,
+}
+
+/// Sends the head of a request over HTTP/2.
+async fn early(fleet: &Fleet, length: Option<usize>) -> EarlyAnswer {
+    let stream = TokioIo::new(TcpStream::connect(fleet.address).await.unwrap());
+    let (mut sender, connection) = http2::handshake(TokioExecutor::new(), stream)
+        .await
+        .unwrap();
+    let connection = AbortOnDropHandle::new(tokio::spawn(connection));
+    let (body, pieces) = mpsc::channel(1);
+    let pieces = stream::unfold(pieces, |mut pieces: mpsc::Receiver<Bytes>| async move {
+        let piece = pieces.recv().await?;
+        Some((Ok::<_, Infallible>(Frame::data(piece)), pieces))
+    });
+    let mut request = Request::post(format!("http://router{CHAT}"));
+    if let Some(length) = length {
+        request = request.header("content-length", length);
+    }
+    let request = request.body(StreamBody::new(Box::pin(pieces))).unwrap();
+    EarlyAnswer {
+        response: sender.send_request(request).await.unwrap(),
+        body,
+        _connection: connection,
+    }
+}
+
+/// Reads the whole answer, then sends a long body to its end.
+async fn is_read_to_the_end(early: EarlyAnswer, status: u16) {
+    assert_eq!(early.response.status(), status);
+    let answer = early.response.collect().await.unwrap().to_bytes();
+    assert!(answer.starts_with(b"{\"error\""), "{answer:?}");
+    for sent in 0..LONG / PIECE {
+        let piece = Bytes::from_static(&[b' '; PIECE]);
+        let taken = early.body.send(piece).await;
+        assert!(taken.is_ok(), "reset after {sent} pieces");
+    }
+}
+
+#[tokio::test]
+async fn who_is_refused_over_http2_has_its_body_read_on() {
+    let (engine, fleet) = refusing(PATIENT).await;
+    is_read_to_the_end(early(&fleet, Some(LONG)).await, 401).await;
+    is_read_to_the_end(early(&fleet, None).await, 401).await;
+    assert!(engine.requests().is_empty());
+    fleet.is_idle().await;
+
+    let (_engine, fleet) = start(|settings| {
+        settings.limits.body_bytes_max = LONG as u64;
+        settings.timeouts.refused_body = PATIENT;
+    })
+    .await;
+    is_read_to_the_end(early(&fleet, Some(LONG + 1)).await, 413).await;
+
+    let (_engine, fleet) = start(|settings| {
+        settings.trusted_proxies.clear();
+        settings.limits.requests_per_address_max = 0;
+        settings.timeouts.refused_body = PATIENT;
+    })
+    .await;
+    is_read_to_the_end(early(&fleet, Some(LONG)).await, 429).await;
+}
+
+#[tokio::test]
+async fn a_refused_body_that_does_not_come_is_let_go() {
+    let (_engine, fleet) = refusing(Duration::from_millis(20)).await;
+    let early = early(&fleet, Some(LONG)).await;
+    assert_eq!(early.response.status(), 401);
+    // The stream is reset, and whoever feeds it learns that.
+    early.body.closed().await;
+    let answer = early.response.collect().await.unwrap().to_bytes();
+    assert!(answer.starts_with(b"{\"error\""), "{answer:?}");
+    eventually("nothing is left", || fleet.metrics.reading.get() == 0).await;
+}
+
+#[tokio::test]
+async fn an_address_at_its_limit_gets_to_read_its_answer() {
+    let (_engine, fleet) = start(|settings| {
+        settings.trusted_proxies.clear();
+        settings.limits.requests_per_address_max = 0;
+        settings.timeouts.refused_body = PATIENT;
+    })
+    .await;
+    let mut client = fleet.client().await;
+    // More than sockets hold: who is not read cannot send all of it.
+    let body = " ".repeat(4 * LONG);
+    client.send(post(CHAT, "", &body)).await;
+    let answer = client.answer().await;
+    answer.refuses(429, "too_many_requests_at_once");
+}
