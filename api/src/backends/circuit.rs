@@ -214,6 +214,38 @@ impl CircuitBreakers {
         })
     }
 
+    /// Lets a request go to `backend` as [`CircuitBreakers::enter`] does when its circuit is open:
+    /// alone. For a backend that only probes call unhealthy, and that has answered nobody lately.
+    pub(super) fn enter_doubted(
+        self: &Arc<Self>,
+        backend: BackendRef,
+        user: impl FnOnce() -> UserKey,
+        now: Instant,
+    ) -> BreakerState {
+        let Some(cell) = self.cell(backend) else {
+            return BreakerState::Open;
+        };
+        let mut circuit = cell.lock();
+        if circuit.backend != Some(backend) {
+            return BreakerState::Open;
+        }
+        if cell.closed_until_us.load(Relaxed) == 0 {
+            circuit.openings = 1;
+            circuit.opened_us = self.micros(now).max(1);
+            cell.pause(self.micros(now));
+        }
+        drop(circuit);
+        self.enter(backend, user, now)
+    }
+
+    /// Whether `backend` has ever answered a request and has been reachable since.
+    pub(super) fn has_answered(&self, backend: BackendRef) -> bool {
+        self.cell(backend).is_some_and(|cell| {
+            let circuit = cell.lock();
+            circuit.backend == Some(backend) && circuit.answered_us.is_some()
+        })
+    }
+
     /// Records an answered attempt of `user`. Returns whether it closed the circuit.
     pub(super) fn passed(&self, backend: BackendRef, user: UserKey, now: Instant) -> bool {
         let Some(cell) = self.cell(backend) else {

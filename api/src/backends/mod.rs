@@ -50,6 +50,7 @@ pub use addresses::{
 };
 pub use cache_reports::AnswerForm;
 pub(crate) use circuit::{BreakerState, HalfOpenProbe};
+pub(crate) use panic::Doubt;
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
 pub use dialer::{EngineDialer, engine_files};
@@ -299,6 +300,11 @@ impl Backends {
         self.circuits.answered_within(backend, lately, now)
     }
 
+    /// Whether `backend` has ever answered a request and has been reachable since.
+    pub(crate) fn has_answered(&self, backend: BackendRef) -> bool {
+        self.circuits.has_answered(backend)
+    }
+
     /// Whether so few of a model's backends are healthy, compared with those that only probes call
     /// unhealthy, that probes are doubted.
     pub(crate) fn are_below_threshold(&self, healthy: usize, doubtful: usize) -> bool {
@@ -342,6 +348,16 @@ impl Backends {
         now: Instant,
     ) -> BreakerState {
         self.circuits.enter(backend, user, now)
+    }
+
+    /// The same for a backend that is tried although probes call it unhealthy.
+    pub(crate) fn enter_doubted(
+        &self,
+        backend: BackendRef,
+        user: impl FnOnce() -> UserKey,
+        now: Instant,
+    ) -> BreakerState {
+        self.circuits.enter_doubted(backend, user, now)
     }
 
     /// Records an answer to a request of `user`. Any answer counts, except a server error.

@@ -7,6 +7,10 @@
 //! model's backends are healthy ([`super::ProbeSettings::panic_threshold_percent`]); backends that
 //! are certainly gone, draining or were never probed do not count. The doubtful backends that
 //! answered a request lately are then used like healthy ones. Circuit breakers apply as usual.
+//!
+//! Where none is healthy and none has answered lately, because nobody has asked, those that once
+//! answered are tried, each by one request at a time as if its circuit were open. An answer is the
+//! evidence that panic mode takes.
 
 use std::collections::BTreeSet;
 
@@ -19,6 +23,18 @@ use super::{Backends, Glance};
 const UNNAMED: &str = "";
 /// Displayed form of [`UNNAMED`].
 const SHOWN_UNNAMED: &str = "*";
+
+/// To which doubtful backends of a model requests may go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Doubt {
+    /// None: probes are believed.
+    #[default]
+    Nobody,
+    /// Panic mode: those that answered a request lately.
+    Answering,
+    /// Those that ever answered one, each to one request at a time.
+    Tried,
+}
 
 impl Backends {
     /// Returns the models in panic mode, by name; `"*"` for those that no backend names.
@@ -34,7 +50,7 @@ impl Backends {
         let models: BTreeSet<&str> = named.chain([UNNAMED]).collect();
         let panicking = models
             .into_iter()
-            .filter(|model| self.is_panic(registry, model, now));
+            .filter(|model| self.doubt(registry, model, now) == Doubt::Answering);
         let shown = panicking.map(|model| match model {
             UNNAMED => SHOWN_UNNAMED,
             model => model,
@@ -43,22 +59,25 @@ impl Backends {
     }
 
     /// Whether `backend` may get requests according to its health: it is healthy, or its probes are
-    /// doubted for one of its models.
+    /// doubted for one of its models, so that it may at least be tried.
     #[must_use]
     pub fn is_up(&self, registry: &Registry, backend: &Backend) -> bool {
         let Some(glance) = self.glance(backend.handle.slot) else {
             return false;
         };
         let now = Instant::now();
-        let is_needed = |model| self.is_panic(registry, model, now);
+        let is_needed = |model| {
+            let doubt = self.doubt(registry, model, now);
+            self.is_doubted(backend, glance, doubt, now)
+        };
         glance.is_healthy
-            || self.may_lie(backend, glance, now)
-                && named_models(backend).chain([UNNAMED]).any(is_needed)
+            || glance.is_doubtful && named_models(backend).chain([UNNAMED]).any(is_needed)
     }
 
-    /// Whether the probes of the backends that serve `model` are doubted.
-    pub(crate) fn is_panic(&self, registry: &Registry, model: &str, now: Instant) -> bool {
-        let (mut healthy, mut doubtful, mut is_of_use) = (0, 0, false);
+    /// Whether, and for whom, the probes of the backends that serve `model` are doubted.
+    pub(crate) fn doubt(&self, registry: &Registry, model: &str, now: Instant) -> Doubt {
+        let (mut healthy, mut doubtful) = (0, 0);
+        let (mut is_answering, mut is_known) = (false, false);
         for backend in &registry.backends {
             let Some(glance) = self.glance(backend.handle.slot) else {
                 continue;
@@ -68,14 +87,34 @@ impl Backends {
             }
             healthy += usize::from(glance.is_healthy);
             doubtful += usize::from(glance.is_doubtful);
-            is_of_use |= self.may_lie(backend, glance, now);
+            is_answering |= self.is_doubted(backend, glance, Doubt::Answering, now);
+            is_known |= self.is_doubted(backend, glance, Doubt::Tried, now);
         }
-        is_of_use && self.are_below_threshold(healthy, doubtful)
+        if !self.are_below_threshold(healthy, doubtful) {
+            Doubt::Nobody
+        } else if is_answering {
+            Doubt::Answering
+        } else if healthy == 0 && is_known {
+            Doubt::Tried
+        } else {
+            Doubt::Nobody
+        }
     }
 
-    /// Whether only probes call `backend` unhealthy, while it answers requests.
-    pub(crate) fn may_lie(&self, backend: &Backend, glance: Glance, now: Instant) -> bool {
-        glance.is_doubtful && self.answered_lately(backend.handle, now)
+    /// Whether only probes call `backend` unhealthy, and requests may go there nevertheless.
+    pub(crate) fn is_doubted(
+        &self,
+        backend: &Backend,
+        glance: Glance,
+        doubt: Doubt,
+        now: Instant,
+    ) -> bool {
+        glance.is_doubtful
+            && match doubt {
+                Doubt::Nobody => false,
+                Doubt::Answering => self.answered_lately(backend.handle, now),
+                Doubt::Tried => self.has_answered(backend.handle),
+            }
     }
 }
 

@@ -23,7 +23,7 @@ use super::record::{DecisionBasis, DecisionRecord};
 use super::select::SelectSettings;
 use super::verdict::FilterVerdict;
 use super::{Decision, OutboxStatus, RoutingRejection, RoutingRequest, session};
-use crate::backends::{Backends, BreakerState};
+use crate::backends::{Backends, BreakerState, Doubt};
 
 /// Chooses backends. One per replica.
 pub struct Decider {
@@ -89,13 +89,19 @@ impl Decider {
             let kept = || Arc::new(DecisionRecord::of(&fleet, &basis, scratch));
             let record = self.is_recording.then(kept);
             let place = scratch.place(choice);
-            Ok((choice, place, scratch.are_circuits_kept, record))
+            let circuits = (scratch.are_circuits_kept, scratch.doubt);
+            Ok((choice, place, circuits, record))
         });
         self.metrics
             .decided(config.name(), decided.as_ref().err().copied());
-        let (choice, at, are_circuits_kept, record) = decided?;
+        let (choice, at, (are_circuits_kept, doubt), record) = decided?;
         let backend = fleet.registry.backends[at].handle;
-        let trial = match self.backends.enter(backend, || user_of(&fleet, ask), now) {
+        let user = || user_of(&fleet, ask);
+        let entered = match doubt {
+            Doubt::Nobody | Doubt::Answering => self.backends.enter(backend, user, now),
+            Doubt::Tried => self.backends.enter_doubted(backend, user, now),
+        };
+        let trial = match entered {
             BreakerState::Closed => None,
             BreakerState::HalfOpen(trial) => Some(Arc::new(trial)),
             // Another request has become the trial meanwhile: it goes there alone.

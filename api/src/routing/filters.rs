@@ -17,7 +17,7 @@ use super::decide::Decider;
 use super::fleet::{DecisionScratch, RoutingTable, user_of};
 use super::verdict::FilterVerdict;
 use super::{RoutingRejection, RoutingRequest};
-use crate::backends::Glance;
+use crate::backends::{Doubt, Glance};
 use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
 
@@ -104,15 +104,20 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     fn admit(&mut self) -> Result<(), RoutingRejection> {
         let sieve = self;
         let (decider, fleet, now) = (sieve.decider, sieve.fleet, sieve.now);
-        sieve.scratch.is_panic = false;
+        sieve.doubt(Doubt::Nobody);
         let mut sifted = sieve.sift(Ejection::All);
-        if sieve.may_panic()
-            && decider
-                .backends
-                .is_panic(&fleet.registry, sieve.ask.model, now)
-        {
-            sieve.scratch.is_panic = true;
-            sifted = sieve.sift(Ejection::All);
+        if sieve.may_panic() {
+            let model = sieve.ask.model;
+            sieve.doubt(decider.backends.doubt(&fleet.registry, model, now));
+            if sieve.scratch.doubt != Doubt::Nobody {
+                sifted = sieve.sift(Ejection::All);
+            }
+        }
+        if sieve.scratch.doubt == Doubt::Tried {
+            // Circuits hold: they are what lets one request through at a time.
+            sifted?;
+            decider.weigh(fleet, now, sieve.scratch);
+            return Ok(());
         }
         let open = sieve.scratch.open.len();
         let ejected_max = decider.backends.ejected_max(open + sieve.passed);
@@ -129,6 +134,11 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         sifted?;
         decider.weigh(fleet, now, sieve.scratch);
         Ok(())
+    }
+
+    fn doubt(&mut self, doubt: Doubt) {
+        self.scratch.doubt = doubt;
+        self.scratch.is_panic = doubt == Doubt::Answering;
     }
 
     /// All filters but the last, which looks at the load.
@@ -204,9 +214,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     ) -> FilterVerdict {
         let user = || user_of(self.fleet, self.ask);
         let is_up = |glance: Glance| {
-            let is_panic = self.scratch.is_panic;
-            glance.is_healthy
-                || is_panic && self.decider.backends.may_lie(backend, glance, self.now)
+            let (backends, doubt) = (&self.decider.backends, self.scratch.doubt);
+            glance.is_healthy || backends.is_doubted(backend, glance, doubt, self.now)
         };
         let is_open = |handle: BackendRef| match ejected {
             Ejection::All => !self.decider.backends.is_let_through(handle, user, self.now),

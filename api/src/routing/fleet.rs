@@ -13,6 +13,7 @@ use state::{Registry, StateView};
 use super::RoutingRequest;
 use super::metrics::{BackendMeter, RoutingMetrics};
 use super::verdict::{FilterCounts, FilterVerdict};
+use crate::backends::Doubt;
 
 /// The registry with what decisions need beside it.
 pub(super) struct RoutingTable {
@@ -149,6 +150,8 @@ pub(super) struct DecisionScratch {
     pub(super) open: Vec<(u64, Slot)>,
     /// Whether probes are doubted.
     pub(super) is_panic: bool,
+    /// To which backends requests go although probes call them unhealthy.
+    pub(super) doubt: Doubt,
     /// Whether any candidate tells of its adapters.
     pub(super) has_adapters: bool,
     /// By place in the registry, where decisions are recorded.

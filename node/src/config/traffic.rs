@@ -207,7 +207,8 @@ pub struct ProbesConfig {
     pub health_path: Option<Parsed<UrlPath>>,
     /// Panic threshold, as in Envoy: when fewer of a model's backends are healthy, in percent,
     /// those that answered a request lately are used although their probes time out or are answered
-    /// badly. Backends that refuse connections are never used. 0 disables it.
+    /// badly; where nobody has asked lately, those that once answered are tried by single requests.
+    /// Backends that refuse connections are never used. 0 disables it.
     #[schemars(range(max = 100))]
     #[default(50)]
     pub panic_threshold_percent: u32,

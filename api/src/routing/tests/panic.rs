@@ -131,12 +131,44 @@ async fn an_answer_speaks_for_a_backend_for_a_while_and_until_it_cannot_be_reach
         .decider()
         .backends
         .report_no_answer(handle, None, Instant::now());
-    assert_eq!(bench.candidates(), [false, false]);
+    assert_eq!(bench.candidates(), [true, false], "it is tried again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_answered_long_ago_is_tried_by_one_request_at_a_time() {
+    let bench = Bench::new(3);
+    let mut probes = Probes::of(&bench);
+    bench.answer(&[0, 1]);
+    tokio::time::advance(Duration::from_secs(60)).await;
+    probes.fail(&[0], Fault::Unwell);
+    probes.fail(&[1], Fault::Unreachable);
+    assert_eq!(bench.candidates(), [false, false, true], "one is healthy");
+    probes.fail(&[2], Fault::Unwell);
+    assert_eq!(bench.candidates(), [true, false, false]);
+    assert!(!bench.is_panic() && bench.panicking().is_empty());
+
     let identity = bench.identify("hello");
-    assert_eq!(
-        bench.decide(&identity, &[]).unwrap_err(),
-        RoutingRejection::NoneHealthy
-    );
+    let trial = bench.decide(&identity, &[]).unwrap();
+    assert!(trial.trial.is_some());
+    let beside = bench.decide(&identity, &[]);
+    assert_eq!(beside.unwrap_err(), RoutingRejection::NoneHealthy);
+    drop(trial);
+    assert!(bench.decide(&identity, &[]).is_ok(), "it told nothing");
+
+    let handle = bench.port.log.lock().unwrap().handle(0);
+    let backends = &bench.router.decider().backends;
+    let trial = bench.decide(&identity, &[]).unwrap();
+    let user = ask(&identity, &[]).user.key(bench.router.view.registry().hash_seed);
+    backends.report_no_answer(handle, Some(user), Instant::now());
+    drop(trial);
+    let soon = bench.decide(&identity, &[]);
+    assert_eq!(soon.unwrap_err(), RoutingRejection::NoneHealthy);
+    tokio::time::advance(Duration::from_secs(60)).await;
+    let trial = bench.decide(&identity, &[]).unwrap();
+    bench.answer(&[0]);
+    drop(trial);
+    assert!(bench.is_panic(), "there is evidence");
+    assert!(bench.decide(&identity, &[]).unwrap().trial.is_none());
 }
 
 #[test]
