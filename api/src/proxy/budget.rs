@@ -8,6 +8,9 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
+use arc_swap::ArcSwap;
+use state::admission::RetryAllowance;
+
 /// Models are told apart by so many cells: two that share one share a budget.
 const CELLS: u64 = 256;
 
@@ -15,8 +18,7 @@ const CELLS: u64 = 256;
 pub(super) struct RetryBudget {
     cells: Box<[BudgetCell]>,
     hasher: RandomState,
-    percent: u32,
-    least: u32,
+    allowance: ArcSwap<RetryAllowance>,
 }
 
 #[derive(Default)]
@@ -33,14 +35,18 @@ pub(super) struct BudgetGuard {
 }
 
 impl RetryBudget {
-    /// So many per hundred requests, and so many whatever there are.
-    pub(super) fn new(percent: u32, least: u32) -> Self {
+    /// Budgets that nobody has spent of.
+    pub(super) fn new(allowance: RetryAllowance) -> Self {
         Self {
             cells: (0..CELLS).map(|_| BudgetCell::default()).collect(),
             hasher: RandomState::new(),
-            percent,
-            least,
+            allowance: ArcSwap::from_pointee(allowance),
         }
+    }
+
+    /// Has another allowance hold for what is tried again from here on.
+    pub(super) fn replace(&self, allowance: RetryAllowance) {
+        self.allowance.store(Arc::new(allowance));
     }
 
     pub(super) fn begin(self: &Arc<Self>, model: &str) -> BudgetGuard {
@@ -59,8 +65,8 @@ impl BudgetGuard {
     /// Whether it may go to a further engine. From then on it counts as a retry.
     pub(super) fn may_retry(&mut self) -> bool {
         let BudgetCell { requests, retries } = &self.budget.cells[self.at];
-        let share = u64::from(requests.load(Relaxed)) * u64::from(self.budget.percent) / 100;
-        let allowed = share.max(u64::from(self.budget.least));
+        let allowance = **self.budget.allowance.load();
+        let allowed = allowance.retries_max(requests.load(Relaxed));
         if self.is_retry {
             return u64::from(retries.load(Relaxed)) <= allowed;
         }
@@ -89,7 +95,11 @@ mod tests {
 
     #[test]
     fn a_share_of_the_requests_may_be_retries_and_a_few_always() {
-        let budget = Arc::new(RetryBudget::new(20, 3));
+        let mut allowance = RetryAllowance {
+            percent: 20,
+            concurrency_min: 3,
+        };
+        let budget = Arc::new(RetryBudget::new(allowance));
         let mut few: Vec<_> = (0..5).map(|_| budget.begin("m")).collect();
         let granted = few.iter_mut().filter_map(|it| it.may_retry().then_some(()));
         assert_eq!(granted.count(), 3);
@@ -99,6 +109,9 @@ mod tests {
         let granted: Vec<_> = many.iter_mut().map(BudgetGuard::may_retry).collect();
         assert_eq!(granted.iter().filter(|may| **may).count(), 20);
         assert!(many[0].may_retry(), "its third engine");
+        allowance.percent = 10;
+        budget.replace(allowance);
+        assert!(!many[0].may_retry(), "there are twice as many as may be");
         drop(many);
         assert!(budget.begin("m").may_retry());
     }

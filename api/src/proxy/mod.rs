@@ -76,6 +76,7 @@ use http::{HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use state::StateView;
+use state::admission::RetryAllowance;
 use state::ids::UserKey;
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
@@ -192,10 +193,7 @@ impl Proxy {
             limits.requests_per_address_max,
         );
         let users = UserRequests::new(limits.requests_per_user_max);
-        let budget = RetryBudget::new(
-            settings.retry_budget_percent,
-            settings.retry_concurrency_min,
-        );
+        let budget = RetryBudget::new(settings.retry_allowance);
         let clock = router.clock().clone();
         let is_logged = settings.logged_requests != LoggedRequests::Off;
         let decisions = DecisionLog::new(settings.replica, clock, settings.decisions_max);
@@ -256,6 +254,11 @@ impl Proxy {
         );
         self.users.limit(limits.requests_per_user_max);
         self.limits.store(Arc::new(limits));
+    }
+
+    /// Has another budget of retries hold from here on.
+    pub fn replace_retry_allowance(&self, allowance: RetryAllowance) {
+        self.budget.replace(allowance);
     }
 
     /// Closes up to `count` client connections that have no request, the longest idle first: for

@@ -7,6 +7,7 @@ use std::time::Duration;
 use http::{HeaderName, StatusCode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use state::admission::RetryAllowance;
 use state::ids::ReplicaId;
 
 use super::cors::AllowedOrigins;
@@ -53,10 +54,9 @@ pub struct ProxySettings {
     pub retry_statuses: Vec<StatusCode>,
     /// Most backends one request is tried on.
     pub attempts_max: usize,
-    /// Requests that go to another backend after a refusal, per hundred under way for the model.
-    pub retry_budget_percent: u32,
-    /// So many may, however few are under way.
-    pub retry_concurrency_min: u32,
+    /// How many requests may be on a further backend after a refusal, of those under way for the
+    /// model.
+    pub retry_allowance: RetryAllowance,
     /// Highest priority that a request may ask for; what is higher counts as this.
     pub priority_max: i16,
     /// Which usage reports are asked for on a client's behalf.
@@ -225,8 +225,10 @@ impl ProxySettings {
             strip_headers: HeaderRules::default(),
             retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],
             attempts_max: 3,
-            retry_budget_percent: 20,
-            retry_concurrency_min: 3,
+            retry_allowance: RetryAllowance {
+                percent: 20,
+                concurrency_min: 3,
+            },
             priority_max: 0,
             usage_splice: UsageRequest::default(),
             extra_paths: Vec::new(),

@@ -106,8 +106,8 @@ async fn a_spent_budget_ends_retries_of_what_engines_refuse() {
         Engine::always(refusal()).await,
     ];
     let fleet = Fleet::start_with(&[&full[0], &full[1]], Duration::ZERO, |settings| {
-        settings.retry_budget_percent = 0;
-        settings.retry_concurrency_min = 0;
+        settings.retry_allowance.percent = 0;
+        settings.retry_allowance.concurrency_min = 0;
     })
     .await;
     assert_eq!(fleet.client().await.ask(chat("")).await.status, 503);

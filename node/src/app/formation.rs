@@ -10,6 +10,7 @@ use api::clock::Clock;
 use api::proxy::{AllowedOrigins, IpPrefix, ProxyLimits, ProxySettings};
 use http::StatusCode;
 use raft::{Formation, Peers, ReplicaOptions, Storage};
+use state::admission::RetryAllowance;
 use state::command::{Command, Envelope, Founding, Lane, Origin};
 use state::ids::SessionId;
 use state::prefix::BlockHasher;
@@ -17,7 +18,7 @@ use state::users::FairnessSettings;
 
 use super::formats;
 use super::ports::FIRST_COMMAND_SEQ;
-use crate::config::{self, Config};
+use crate::config::{self, Config, RetryConfig};
 
 /// Returns the options of a Raft replica that peers reach at `peer` and that forms a cluster with
 /// the command `first`.
@@ -169,8 +170,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
         .filter_map(|status| StatusCode::from_u16(**status).ok())
         .collect();
     settings.attempts_max = to_usize(config.retry.attempts);
-    settings.retry_budget_percent = config.retry.budget_percent;
-    settings.retry_concurrency_min = config.retry.min_concurrency;
+    settings.retry_allowance = retry_allowance(&config.retry);
     settings.priority_max = config.priority_max;
     settings.usage_splice = config.usage.splice;
     settings.extra_paths.clone_from(&config.extra_paths);
@@ -204,6 +204,14 @@ pub(super) fn tell_of_names(config: &Config) {
             "fairness and limits hold between names, and clients name themselves: no keys are checked \
              (users.require_key, users.api_keys_file) and no proxy is trusted but on this host (users.trusted_proxies)"
         );
+    }
+}
+
+/// The budget of retries.
+pub(super) fn retry_allowance(retry: &RetryConfig) -> RetryAllowance {
+    RetryAllowance {
+        percent: retry.budget_percent,
+        concurrency_min: retry.min_concurrency,
     }
 }
 

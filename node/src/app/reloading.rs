@@ -1,4 +1,4 @@
-//! What of a config a running replica takes: limits, probes, drain, and where engines may be.
+//! What of a config a running replica takes: limits, probes, the budget of retries, drain, and where engines may be.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -57,6 +57,8 @@ impl ReloadHandle {
 impl RunningParts {
     fn take(&self, config: &Config) {
         self.proxy.replace_limits(formation::limits(&config.limits));
+        let retries = formation::retry_allowance(&config.retry);
+        self.proxy.replace_retry_allowance(retries);
         self.backends
             .replace_settings(formation::probe_settings(config));
         self.drain.store(Arc::new(config.drain.clone()));

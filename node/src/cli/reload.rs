@@ -192,6 +192,8 @@ impl ConfigReload {
         memory::fit(&mut self.running.limits, memory::limit());
         self.running.probes = config.probes.clone();
         self.running.drain = config.drain.clone();
+        self.running.retry.budget_percent = config.retry.budget_percent;
+        self.running.retry.min_concurrency = config.retry.min_concurrency;
         self.running.engine_addresses = config.engine_addresses.clone();
         self.replica.take(&self.running);
     }
@@ -331,6 +333,7 @@ fn effect(key: &str) -> Effect {
         // The room for connections is set up at start, and each connection begins with its streams.
         "limits.max_connections" | "limits.max_streams" => Effect::NeedsRestart,
         "log.level" | "admin.backends_allow" => Effect::Taken,
+        "retry.budget_percent" | "retry.min_concurrency" => Effect::Taken,
         _ if key.starts_with("limits.") || key.starts_with("drain.") => Effect::Taken,
         _ if key.starts_with("probes.") || is_engine_key => Effect::Taken,
         _ => Effect::NeedsRestart,

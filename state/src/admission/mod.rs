@@ -10,6 +10,7 @@ mod ledger;
 mod overload;
 mod patience;
 mod queue;
+mod retries;
 #[cfg(test)]
 mod tests;
 
@@ -21,6 +22,7 @@ pub use queue::{
     DispatchVerdict, Expired, ExpiryReason, Forecast, Next, Queue, QueueRejection, QueueSettings,
     QueuedRequest,
 };
+pub use retries::RetryAllowance;
 
 pub(crate) use crate::pricing::milli_tokens;
 pub use crate::pricing::{ChargeInput, Pricing};
