@@ -50,7 +50,6 @@ pub use addresses::{
 };
 pub use cache_reports::AnswerForm;
 pub(crate) use circuit::{BreakerState, HalfOpenProbe};
-pub(crate) use panic::Doubt;
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
 pub use dialer::{EngineDialer, engine_files};
@@ -58,6 +57,7 @@ pub use engine::{EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX, engine_kind}
 pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::{EngineHeaders, EngineKeys};
+pub(crate) use panic::Doubt;
 pub use roster::{Occupancy, SlotTable};
 pub use url::{EngineUrl, EngineUrlError};
 

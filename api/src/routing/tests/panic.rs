@@ -158,7 +158,9 @@ async fn who_answered_long_ago_is_tried_by_one_request_at_a_time() {
     let handle = bench.port.log.lock().unwrap().handle(0);
     let backends = &bench.router.decider().backends;
     let trial = bench.decide(&identity, &[]).unwrap();
-    let user = ask(&identity, &[]).user.key(bench.router.view.registry().hash_seed);
+    let user = ask(&identity, &[])
+        .user
+        .key(bench.router.view.registry().hash_seed);
     backends.report_no_answer(handle, Some(user), Instant::now());
     drop(trial);
     let soon = bench.decide(&identity, &[]);
