@@ -71,7 +71,7 @@ use std::task::{Context, Poll};
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use http::header::{CONNECTION, CONTENT_TYPE, EXPECT};
+use http::header::{CONNECTION, CONTENT_TYPE};
 use http::{HeaderValue, Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -298,7 +298,7 @@ impl Proxy {
         let handled = async {
             if !is_within {
                 ledger.is_refused();
-                self.read_on(&head, body).await;
+                request::read_on(&self, &head, body).await;
                 return Err(ProxyError::AddressAtLimit);
             }
             if let Some(answer) = origin.preflight(&head.method, &head.headers) {
@@ -389,7 +389,7 @@ impl Proxy {
                 drop(held);
                 ledger.is_refused();
                 if failure != ProxyError::BodyTimeout {
-                    self.read_on(&head, body).await;
+                    request::read_on(self, &head, body).await;
                 }
                 return Err(failure);
             }
@@ -418,23 +418,6 @@ impl Proxy {
             record,
         };
         forward(self, &Arc::new(asked), ledger).await
-    }
-
-    /// Reads on the body of a request that is refused, for a while: clients that are cut off while
-    /// they send do not read the answer. Over HTTP/1.1 it is read before the answer, over HTTP/2
-    /// beside it.
-    async fn read_on(&self, head: &http::request::Parts, body: Incoming) {
-        if body.is_end_stream() {
-            return;
-        }
-        let bytes_max = self.limits.load().body_bytes_max;
-        let bounds = (bytes_max, self.settings.timeouts.refused_body);
-        if head.version <= Version::HTTP_11 {
-            request::discard(bounds, &head.headers, body).await;
-        } else if !head.headers.contains_key(EXPECT) {
-            // What does not end in time is reset with NO_ERROR, as the answer is complete by then.
-            self.tasks.spawn(request::swallow(bounds, body));
-        }
     }
 
     /// Checks a request's head, and reads the body of one that is routed.

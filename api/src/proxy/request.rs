@@ -6,12 +6,15 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::header::{CONTENT_LENGTH, EXPECT, HOST, UPGRADE};
+use http::request::Parts;
 use http::{HeaderMap, HeaderValue, Version};
+use http_body::Body;
 use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::Proxy;
 use super::encoding::{BodyEncoding, GZIP_PART_BYTES, GzipBody};
 use super::headers::PRIORITY;
 use super::settings::ProxyTimeouts;
@@ -174,22 +177,27 @@ impl BodyReader<'_> {
     }
 }
 
-/// Reads what is left of a body and throws it away, within bounds: closing a connection over unread
-/// bytes resets it, and the answer would be lost on its way.
-pub(super) async fn discard(bounds: (u64, Duration), headers: &HeaderMap, body: Incoming) {
-    let bytes_max = bounds.0.saturating_mul(2);
-    let is_hopeless = content_length(headers).is_some_and(|length| length > bytes_max);
-    if is_hopeless || headers.contains_key(EXPECT) {
+/// Reads on the body of a request that is refused and throws it away, for a while: clients that are
+/// cut off while they send do not read the answer. Over HTTP/1.1 it is read before the answer, as
+/// closing over unread bytes resets the connection; over HTTP/2 beside it.
+pub(super) async fn read_on(proxy: &Proxy, head: &Parts, body: Incoming) {
+    if body.is_end_stream() || head.headers.contains_key(EXPECT) {
         return;
     }
-    // Either way the answer is sent next.
-    swallow(bounds, body).await;
+    let bytes_max = proxy.limits.load().body_bytes_max.saturating_mul(2);
+    let reading = discard(bytes_max, proxy.settings.timeouts.refused_body, body);
+    if head.version > Version::HTTP_11 {
+        // What does not end in time is reset with NO_ERROR, as the answer is complete by then.
+        proxy.tasks.spawn(reading);
+    } else if content_length(&head.headers).is_none_or(|length| length <= bytes_max) {
+        reading.await;
+    }
 }
 
-/// The same whatever is announced. A body that pauses is let go sooner.
-pub(super) async fn swallow((bytes_max, patience): (u64, Duration), mut body: Incoming) {
+/// Reads a body within bounds. One that pauses is let go sooner.
+async fn discard(bytes_max: u64, patience: Duration, mut body: Incoming) {
     let read = async {
-        let mut left = bytes_max.saturating_mul(2);
+        let mut left = bytes_max;
         while let Ok(Some(Ok(frame))) = timeout(patience / 4, body.frame()).await {
             let length = frame.data_ref().map_or(0, |data| data.len() as u64);
             match left.checked_sub(length) {
