@@ -3,7 +3,6 @@
 pub mod app;
 pub mod cli;
 pub mod config;
-mod connector;
 pub mod descriptors;
 pub mod dev;
 pub mod engine_check;
