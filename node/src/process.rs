@@ -76,6 +76,15 @@ impl Collector for ProcessMetrics {
             "Open file descriptors",
             open.map(f64::from),
         )?;
+        let runtime = tokio::runtime::Handle::try_current().ok();
+        let tasks = runtime.map(|runtime| runtime.metrics().num_alive_tasks());
+        gauge(
+            "quorate_runtime_tasks",
+            "Tasks of the runtime that are alive",
+            tasks
+                .and_then(|tasks| u32::try_from(tasks).ok())
+                .map(f64::from),
+        )?;
         // Beyond 32 bits nobody runs out.
         let most = u32::try_from(descriptors::limit()).unwrap_or(u32::MAX);
         let most = Some(f64::from(most));
