@@ -22,3 +22,4 @@ pub mod processes;
 pub mod sim;
 pub mod soak;
 pub mod terminal;
+mod wire;

@@ -1,6 +1,7 @@
 //! Explanations, decisions and their records agree: a bounded run of the `agreement` program.
 
 use anyhow::ensure;
+use chaos_tests::processes::access::is_secure_by_default;
 use chaos_tests::processes::agreement;
 
 /// Enough for some twenty of each policy.
@@ -8,7 +9,7 @@ const REQUESTS: u64 = 300;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_explained_is_what_is_decided_and_recorded() -> anyhow::Result<()> {
-    let tallies = agreement::run(REQUESTS, 7).await?;
+    let tallies = agreement::run(REQUESTS, 7, is_secure_by_default()).await?;
     for policy in state::policy::POLICY_NAMES {
         let tally = tallies.get(policy).copied().unwrap_or_default();
         ensure!(

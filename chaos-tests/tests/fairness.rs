@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use http::{HeaderValue, StatusCode};
 use lab::replay::client::{ReplayClient, ReplayError, ReplayRequest};
+use lab::replay::targets::Targets;
 
 /// Requests of the greedy user under way at a time: far more than the engines take.
 const GREEDY: usize = 64;
@@ -62,7 +63,8 @@ impl Got {
 
 /// One user's load on one replica: so many requests under way until `is_over`.
 struct Load {
-    url: String,
+    targets: Arc<Targets>,
+    replica: usize,
     user: &'static str,
     under_way: usize,
     got: Arc<Got>,
@@ -81,7 +83,7 @@ impl Load {
     }
 
     async fn send(self: Arc<Self>, sender: usize) {
-        let client = ReplayClient::new(Duration::from_secs(60));
+        let client = ReplayClient::of(&self.targets, Duration::from_secs(60));
         let mut ticks = tokio::time::interval(self.pause.max(Duration::from_millis(1)));
         let mut number = 0_u64;
         while !self.is_over.load(Ordering::Relaxed) {
@@ -92,9 +94,7 @@ impl Load {
                 r#"{{"model":"emulated","stream":true,"max_tokens":16,"stream_options":{{"include_usage":true}},"messages":[{{"role":"user","content":"{prompt}"}}]}}"#
             );
             let ask = ReplayRequest {
-                uri: format!("{}/v1/chat/completions", self.url)
-                    .parse()
-                    .expect("a replica's url"),
+                uri: self.targets.uri(self.replica, "/v1/chat/completions"),
                 user: HeaderValue::from_static(self.user),
                 body: body.into(),
             };
@@ -137,7 +137,8 @@ impl Contest {
         let (greedy, modest) = (Arc::new(Got::default()), Arc::new(Got::default()));
         let is_over = Arc::new(AtomicBool::new(false));
         let load = |replica: usize, user, under_way, got: &Arc<Got>| Load {
-            url: cluster.data_url(replica).to_owned(),
+            targets: cluster.targets(),
+            replica,
             user,
             under_way,
             got: Arc::clone(got),
@@ -256,7 +257,8 @@ async fn a_limit_of_requests_holds_over_all_replicas_together() -> anyhow::Resul
     let loads: Vec<_> = (0..3)
         .map(|replica| {
             let load = Load {
-                url: cluster.data_url(replica).to_owned(),
+                targets: cluster.targets(),
+                replica,
                 user: "eager",
                 under_way: 4,
                 got: Arc::clone(&got),

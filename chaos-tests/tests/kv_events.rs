@@ -224,6 +224,7 @@ async fn check_beliefs(
 
 async fn start() -> anyhow::Result<ProcessCluster> {
     ProcessCluster::start(ClusterOptions {
+        is_secure: false,
         engine_speed: 4.0,
         engine_args: &[
             "--num-gpu-blocks",

@@ -1,15 +1,19 @@
 //! A few faults that need no root, one after the other on three replicas under load, each followed
 //! by every check. The others, and many of each, are done by the program `faults`.
 
+use chaos_tests::processes::access::key;
 use chaos_tests::processes::faults::{FaultContext, FaultKind, cluster_options_for};
 use chaos_tests::processes::load::{LoadOptions, RunningLoad};
 use chaos_tests::processes::{ClusterOptions, ProcessCluster, Site, checks, until};
+use std::future::pending;
+
 use http::Method;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use serde_json::json;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
+use tokio::task::JoinSet;
 
 /// In this order: those that renumber replicas come last.
 const KINDS: &[FaultKind] = &[
@@ -54,12 +58,10 @@ const DESCRIPTORS: u32 = 320;
 const CROWD: [usize; 3] = [400, 60, 200];
 
 /// Connections that stay open: a chat begins on each of the first kind, the others say nothing.
-async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<Vec<TcpStream>> {
-    let data = cluster.data_url(number).trim_start_matches("http://");
-    let (admin, peer) = (
-        cluster.admin_addr(number).to_string(),
-        cluster.peer_name(number),
-    );
+async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<JoinSet<()>> {
+    let data = cluster.data_addr(number);
+    let (admin, peer) = (cluster.admin_addr(number), cluster.peer_addr(number));
+    let access = cluster.access();
     let chat = json!({
         "model": "emulated",
         "stream": true,
@@ -69,17 +71,26 @@ async fn crowd(cluster: &ProcessCluster, number: usize) -> anyhow::Result<Vec<Tc
     let chat = chat.to_string();
     let request = format!(
         "POST /v1/chat/completions HTTP/1.1\r\nhost: {data}\r\n\
+         authorization: Bearer {}\r\n\
          content-type: application/json\r\ncontent-length: {}\r\n\r\n{chat}",
+        key("greedy"),
         chat.len()
     );
-    let mut open = Vec::new();
-    for (address, count) in [data, &admin, &peer].into_iter().zip(CROWD) {
+    let mut open = JoinSet::new();
+    for (address, count) in [data, admin, peer].into_iter().zip(CROWD) {
         for _ in 0..count {
-            let mut stream = TcpStream::connect(address).await?;
-            if address == data {
-                stream.write_all(request.as_bytes()).await?;
-            }
-            open.push(stream);
+            let stream = TcpStream::connect(address).await?;
+            let (access, request) = (access.clone(), request.clone());
+            open.spawn(async move {
+                // There may be nobody to shake hands, or to read.
+                if address == data
+                    && let Ok(mut stream) = access.secure(stream, address).await
+                    && stream.write_all(request.as_bytes()).await.is_ok()
+                {
+                    pending::<()>().await;
+                }
+                pending::<()>().await;
+            });
         }
     }
     Ok(open)

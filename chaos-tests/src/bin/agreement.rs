@@ -14,12 +14,15 @@ struct AgreementArgs {
     /// Which ones.
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// With TLS everywhere, a token and keys
+    #[arg(long)]
+    secure: bool,
 }
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let args = AgreementArgs::parse();
-    let tallies = agreement::run(args.requests, args.seed).await?;
+    let tallies = agreement::run(args.requests, args.seed, args.secure).await?;
     let mut table = Table::new();
     table.load_preset(presets::ASCII_MARKDOWN);
     table.set_header(["policy", "agreed", "decided upon other numbers"]);

@@ -9,10 +9,10 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use chaos_tests::processes::ProcessCluster;
 use chaos_tests::processes::failover::{self, Failover, QuorumLoss};
 use chaos_tests::processes::faults::{FaultContext, FaultKind, cluster_options};
 use chaos_tests::processes::load::{LoadOptions, RunningLoad};
+use chaos_tests::processes::{ClusterOptions, ProcessCluster};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 use comfy_table::CellAlignment;
@@ -45,6 +45,9 @@ struct FaultsArgs {
     /// Take the quorum away for so many seconds and measure
     #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     quorum_loss: u32,
+    /// With TLS everywhere, a token and keys
+    #[arg(long)]
+    secure: bool,
     /// List the kinds of faults and whether they can be had here
     #[arg(long)]
     list: bool,
@@ -84,12 +87,12 @@ async fn run(args: &FaultsArgs) -> anyhow::Result<ExitCode> {
         is_clean &= faults(args, seed).await?;
     }
     if args.failover > 0 {
-        let outcomes = failovers(args.failover, seed).await?;
+        let outcomes = failovers(args.failover, seed, args.secure).await?;
         print_failovers(&outcomes)?;
     }
     if args.quorum_loss > 0 {
         let length = Duration::from_secs(u64::from(args.quorum_loss));
-        let mut stage = stage(seed).await?;
+        let mut stage = stage(seed, args.secure).await?;
         let outcome = failover::lose_quorum(&mut stage, length).await?;
         stage.cluster.stop();
         print_quorum_loss(length, &outcome)?;
@@ -102,8 +105,12 @@ async fn run(args: &FaultsArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// A cluster under load that knows something.
-async fn stage(seed: u64) -> anyhow::Result<FaultContext> {
-    let cluster = ProcessCluster::start(cluster_options()).await?;
+async fn stage(seed: u64, is_secure: bool) -> anyhow::Result<FaultContext> {
+    let options = ClusterOptions {
+        is_secure,
+        ..cluster_options()
+    };
+    let cluster = ProcessCluster::start(options).await?;
     let load = RunningLoad::start(&cluster, LoadOptions::default());
     load.after(WARM_UP).await?;
     Ok(FaultContext {
@@ -130,7 +137,7 @@ async fn faults(args: &FaultsArgs, seed: u64) -> anyhow::Result<bool> {
         bar.set_message(kind.name());
         let mut on = match current.take() {
             Some(stage) => stage,
-            None => stage(seed).await.context("start a cluster")?,
+            None => stage(seed, args.secure).await.context("start a cluster")?,
         };
         on.random = SmallRng::seed_from_u64(seed ^ number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let row = rows.entry(kind).or_default();
@@ -143,7 +150,8 @@ async fn faults(args: &FaultsArgs, seed: u64) -> anyhow::Result<bool> {
                 let names: Vec<_> = kinds.iter().map(|kind| kind.name()).collect();
                 format!(" --kinds {}", names.join(","))
             };
-            let line = format!("--seed {seed} --from {number} --faults 1{chosen}");
+            let secure = if args.secure { " --secure" } else { "" };
+            let line = format!("--seed {seed} --from {number} --faults 1{chosen}{secure}");
             bar.suspend(|| {
                 eprintln!("reproduce: cargo run --release -p chaos-tests --bin faults -- {line}");
             });
@@ -218,8 +226,8 @@ fn kind_of(kinds: &[FaultKind], seed: u64, number: u64) -> FaultKind {
     order[usize::try_from(number % count).expect("a place in a short list")]
 }
 
-async fn failovers(count: u32, seed: u64) -> anyhow::Result<Vec<Failover>> {
-    let mut stage = stage(seed).await?;
+async fn failovers(count: u32, seed: u64, is_secure: bool) -> anyhow::Result<Vec<Failover>> {
+    let mut stage = stage(seed, is_secure).await?;
     let bar = ProgressBar::new(u64::from(count));
     let mut outcomes = Vec::new();
     for _ in 0..count {

@@ -23,6 +23,9 @@ struct SoakArgs {
     /// Who is there beside honest users, joined by commas; default: everybody
     #[arg(long, value_name = "KINDS", value_delimiter = ',', value_parser = ClientKind::named)]
     only: Vec<ClientKind>,
+    /// With TLS everywhere, a token and keys
+    #[arg(long)]
+    secure: bool,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -50,6 +53,7 @@ async fn run(args: &SoakArgs) -> anyhow::Result<ExitCode> {
         factor: args.factor,
         seed: args.seed.unwrap_or_else(rand::random),
         only: args.only.clone(),
+        is_secure: args.secure,
     };
     let report = soak::run(&options, |what| eprintln!("{what}")).await?;
     if args.json {

@@ -17,13 +17,14 @@ use bytes::Bytes;
 use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
+use lab::connector::ReplicaConnector;
 use rand::rngs::SmallRng;
 use rand::{Rng as _, SeedableRng as _};
 use serde_json::{Map, Value, json};
 use state::policy::POLICY_NAMES;
 
+use super::access::key;
 use super::load::{LoadOptions, RunningLoad};
 use super::{ClusterOptions, ProcessCluster, until};
 
@@ -58,7 +59,7 @@ struct RandomRequest {
 }
 
 impl RandomRequest {
-    fn new(number: u64, random: &mut SmallRng) -> Self {
+    fn new(number: u64, is_keyed: bool, random: &mut SmallRng) -> Self {
         let policy = POLICY_NAMES[random.random_range(0..POLICY_NAMES.len())];
         let id = format!("agree-{number}");
         let mut headers = BTreeMap::from([
@@ -74,6 +75,10 @@ impl RandomRequest {
             let drawn = random.random_range(0..count);
             if drawn > 0 {
                 headers.insert(name.to_owned(), drawn.to_string());
+            }
+            if is_keyed && name == "x-quorate-user" {
+                let bearer = format!("Bearer {}", key(&drawn.to_string()));
+                headers.insert("authorization".to_owned(), bearer);
             }
         }
         let beginning = random.random_range(0..BEGINNINGS);
@@ -91,16 +96,18 @@ impl RandomRequest {
     }
 }
 
-/// Sends `requests` of them to a cluster of its own, and answers how it went with each policy.
+/// Sends `requests` of them to a cluster of its own, secure or not, and answers how it went with each policy.
 ///
 /// # Errors
 /// When something contradicts something, with both, or does not answer.
 pub async fn run(
     requests: u64,
     seed: u64,
+    is_secure: bool,
 ) -> anyhow::Result<BTreeMap<&'static str, AgreementTally>> {
     let cluster = ProcessCluster::start(ClusterOptions {
         config: CONFIG,
+        is_secure,
         ..ClusterOptions::default()
     })
     .await?;
@@ -121,12 +128,14 @@ async fn check(
     requests: u64,
     seed: u64,
 ) -> anyhow::Result<BTreeMap<&'static str, AgreementTally>> {
-    let client = Client::builder(TokioExecutor::new()).build_http();
+    let access = cluster.access();
+    let connector = ReplicaConnector::new(access.tls().cloned());
+    let client = Client::builder(TokioExecutor::new()).build(connector);
     let mut random = SmallRng::seed_from_u64(seed);
     let mut tallies = BTreeMap::<_, AgreementTally>::new();
     for number in 0..requests {
         let replica = random.random_range(0..cluster.replicas());
-        let request = RandomRequest::new(number, &mut random);
+        let request = RandomRequest::new(number, access.is_secure(), &mut random);
         let agreed = one(cluster, &client, replica, &request).await;
         let agreed = agreed.with_context(|| {
             let (id, policy) = (&request.id, request.policy);
@@ -143,7 +152,7 @@ async fn check(
 
 async fn one(
     cluster: &ProcessCluster,
-    client: &Client<HttpConnector, Full<Bytes>>,
+    client: &Client<ReplicaConnector, Full<Bytes>>,
     replica: usize,
     request: &RandomRequest,
 ) -> anyhow::Result<bool> {
@@ -166,7 +175,7 @@ async fn one(
 
 async fn send(
     cluster: &ProcessCluster,
-    client: &Client<HttpConnector, Full<Bytes>>,
+    client: &Client<ReplicaConnector, Full<Bytes>>,
     replica: usize,
     request: &RandomRequest,
 ) -> anyhow::Result<HeaderMap> {

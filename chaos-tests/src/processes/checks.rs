@@ -11,6 +11,7 @@ use http::Method;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
+use super::access::key;
 use super::book::UserTotals;
 use super::load::{RunningLoad, charged};
 use super::{ProcessCluster, until};
@@ -119,7 +120,12 @@ async fn check_knowledge(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow
     for answered in load.recent(RECALLED) {
         let engine = answered.answer.backend.as_deref().context("no backend")?;
         let body: Value = serde_json::from_slice(&answered.body)?;
-        let asked = json!({ "path": "/v1/chat/completions", "headers": {}, "body": body });
+        let bearer = format!("Bearer {}", key(&answered.user));
+        let headers = match cluster.access().is_secure() {
+            true => json!({ "authorization": bearer }),
+            false => json!({}),
+        };
+        let asked = json!({ "path": "/v1/chat/completions", "headers": headers, "body": body });
         for number in cluster.up() {
             let explained = cluster
                 .tell(number, Method::POST, "/admin/v1/explain", Some(&asked))

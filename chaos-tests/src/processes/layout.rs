@@ -6,6 +6,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 
+use super::access::ClusterSecrets;
 use super::options::{Addresses, ClusterOptions, Site};
 use crate::netns::NetnsNetwork;
 
@@ -131,7 +132,7 @@ pub(super) fn config(
     (number, id): (usize, u8),
     origin: ReplicaOrigin,
     data_dir: &Path,
-    options: &ClusterOptions,
+    (options, secrets): (&ClusterOptions, Option<&ClusterSecrets>),
 ) -> String {
     let own = &layout.replicas[number];
     let quoted = |others: &mut dyn Iterator<Item = &Addresses>| {
@@ -152,12 +153,15 @@ pub(super) fn config(
         }
     };
     // Nobody else is in the namespaces of a test.
-    let is_insecure = !own.admin.ip().is_loopback() || !own.peer.ip().is_loopback();
+    let is_off_loopback = !own.admin.ip().is_loopback() || !own.peer.ip().is_loopback();
+    let is_insecure = is_off_loopback && secrets.is_none();
+    let has_keys = options.users_config.contains("api_keys_file");
+    let keys = secrets.filter(|_| !has_keys).map(ClusterSecrets::users);
     let mut text = format!(
         "insecure = {is_insecure}\n[node]\nid = {id}\ndata_dir = {:?}\n\n\
          [listen]\ndata = \"{}\"\nadmin = \"{}\"\npeer = \"{}\"\nadvertise = {:?}\n\n\
          [cluster]\n{membership}\n{}\n\n\
-         [users]\nexpose = \"full\"\n{}\n\n",
+         [users]\nexpose = \"full\"\n{}\n{}\n",
         data_dir.display().to_string(),
         own.data,
         own.admin,
@@ -165,7 +169,9 @@ pub(super) fn config(
         own.peer_host,
         options.cluster_config,
         options.users_config,
+        keys.unwrap_or_default(),
     );
+    text.extend(secrets.map(|secrets| secrets.tables(id)));
     let engines = layout.engines.iter().chain(options.outside_engines);
     for (engine, address) in engines.enumerate() {
         let _ = write!(

@@ -89,9 +89,9 @@ impl RunningLoad {
         let targets = cluster.targets();
         let shared = Arc::new(LoadShared {
             closing: (0..targets.len()).map(|_| AtomicBool::new(false)).collect(),
+            client: ReplayClient::of(&targets, options.timeout),
             targets,
             options,
-            client: ReplayClient::new(options.timeout),
             chats: Mutex::new(Chats::new(options.chats)),
             book: Mutex::default(),
             pace: watch::Sender::new(false),

@@ -102,7 +102,7 @@ impl ProcessCluster {
     /// # Errors
     /// When it does not answer, or not in JSON.
     pub async fn ask(&self, number: usize, path: &str) -> anyhow::Result<Value> {
-        let url = format!("http://{}{path}", self.admin_addr(number));
+        let url = self.admin_url(number, path);
         let answer = self.client.send(Method::GET, &url, None).await?;
         answer.json().with_context(|| format!("GET {url}"))
     }
@@ -118,7 +118,7 @@ impl ProcessCluster {
         path: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<Value> {
-        let url = format!("http://{}{path}", self.admin_addr(number));
+        let url = self.admin_url(number, path);
         self.client.call(method, &url, body).await
     }
 

@@ -5,6 +5,7 @@
 //! Everything that a cluster started ends with it. When a cluster is dropped without
 //! [`ProcessCluster::stop`], its test has failed, and the ends of its logs are printed.
 
+pub mod access;
 pub mod agreement;
 mod binary;
 pub mod book;
@@ -12,6 +13,7 @@ pub mod checks;
 mod child;
 pub mod failover;
 pub mod faults;
+pub mod figures;
 mod layout;
 pub mod load;
 mod look;
@@ -26,11 +28,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use lab::connector::ReplicaConnector;
 use lab::replay::targets::Targets;
 use node::json_client::JsonClient;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
+use access::{ClientAccess, ClusterSecrets};
 use child::{ChildProcess, ProcessLimits};
 use layout::{Layout, ReplicaOrigin};
 pub use options::{ClusterOptions, Site};
@@ -58,6 +62,8 @@ pub struct ProcessCluster {
     /// Where load goes: the replicas in order.
     targets: Arc<Targets>,
     client: JsonClient,
+    /// `None`: everything is in the clear.
+    secrets: Option<ClusterSecrets>,
     small_disk: Option<SmallDisk>,
     dir: TempDir,
     /// Set by [`ProcessCluster::stop`]: what ends otherwise has failed.
@@ -105,19 +111,19 @@ impl ProcessCluster {
             .prefix("quorate-chaos-")
             .tempdir()?;
         let layout = Layout::new(&options)?;
-        let urls: Vec<String> = layout
-            .replicas
-            .iter()
-            .map(|replica| format!("http://{}", replica.data))
-            .collect();
+        let secrets = options
+            .is_secure
+            .then(|| ClusterSecrets::make(&binary, dir.path().join("secrets")))
+            .transpose()?;
         let mut cluster = Self {
-            targets: Arc::new(Targets::new(&urls)?),
+            targets: Arc::new(targets(&layout, secrets.as_ref())?),
             replicas: Vec::new(),
             engines: Vec::new(),
             options,
             binary,
             layout,
-            client: JsonClient::new(ANSWER_TIMEOUT),
+            client: client(secrets.as_ref()),
+            secrets,
             small_disk: None,
             dir,
             has_passed: false,
@@ -170,6 +176,36 @@ impl ProcessCluster {
     #[must_use]
     pub fn data_addr(&self, number: usize) -> SocketAddr {
         self.layout.replicas[number].data
+    }
+
+    /// How clients get in.
+    #[must_use]
+    pub fn access(&self) -> ClientAccess {
+        let secrets = self.secrets.as_ref();
+        secrets.map_or_else(ClientAccess::default, |it| it.access.clone())
+    }
+
+    /// How somebody knocks at the peer ports who has a certificate of the cluster's authority, but
+    /// none of a replica.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn stranger(&self) -> anyhow::Result<ClientAccess> {
+        let secrets = self.secrets.as_ref();
+        secrets.map_or_else(|| Ok(ClientAccess::default()), ClusterSecrets::stranger)
+    }
+
+    /// A client for operators of this cluster.
+    #[must_use]
+    pub fn operator(&self) -> &JsonClient {
+        &self.client
+    }
+
+    /// The URL of a path at one replica's admin API.
+    #[must_use]
+    pub fn admin_url(&self, number: usize, path: &str) -> String {
+        let scheme = scheme(self.secrets.as_ref());
+        format!("{scheme}://{}{path}", self.admin_addr(number))
     }
 
     /// Where one engine answers.
@@ -372,13 +408,20 @@ impl ProcessCluster {
         Ok(())
     }
 
-    /// Runs the program to its end, with any command.
+    /// Runs the program to its end, with any command that asks a replica.
     ///
     /// # Errors
     /// When it fails.
     pub async fn run(&self, args: &[&str]) -> anyhow::Result<()> {
         let log = self.dir.path().join("commands.log");
-        let mut child = ChildProcess::spawn(ProcessLimits::default(), &self.binary, args, &log)?;
+        let flags = self.secrets.as_ref().map(ClusterSecrets::flags);
+        let flags = flags.unwrap_or_default();
+        let args: Vec<&str> = args
+            .iter()
+            .copied()
+            .chain(flags.iter().map(String::as_str))
+            .collect();
+        let mut child = ChildProcess::spawn(ProcessLimits::default(), &self.binary, &args, &log)?;
         let status = child.ended(ENDING_PATIENCE).await?;
         let said = fs::read_to_string(&log).unwrap_or_default();
         let last = said.lines().last().unwrap_or_default();
@@ -460,7 +503,16 @@ impl ProcessCluster {
         let replica = &self.replicas[number];
         let who = (number, replica.id);
         let data_dir = self.data_dir(number);
-        let text = layout::config(&self.layout, who, replica.origin, &data_dir, &self.options);
+        let secrets = self.secrets.as_ref();
+        if let Some(secrets) = secrets {
+            let own = &self.layout.replicas[number];
+            secrets.certify(
+                replica.id,
+                &[own.data.ip().to_string(), own.peer_host.clone()],
+            )?;
+        }
+        let with = (&self.options, secrets);
+        let text = layout::config(&self.layout, who, replica.origin, &data_dir, with);
         let path = self.dir.path().join(format!("replica-{}.toml", number + 1));
         fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
         Ok(path.display().to_string())
@@ -475,6 +527,33 @@ impl ProcessCluster {
         ensure!(is_down, "replica {} is up", number + 1);
         Ok(())
     }
+}
+
+fn scheme(secrets: Option<&ClusterSecrets>) -> &'static str {
+    if secrets.is_some() { "https" } else { "http" }
+}
+
+/// Where load goes.
+fn targets(layout: &Layout, secrets: Option<&ClusterSecrets>) -> anyhow::Result<Targets> {
+    let replicas = layout.replicas.iter();
+    let urls: Vec<String> = replicas
+        .map(|replica| format!("{}://{}", scheme(secrets), replica.data))
+        .collect();
+    Ok(match secrets.and_then(|it| it.access.of_targets()) {
+        None => Targets::new(&urls)?,
+        Some(access) => Targets::secure(&urls, access)?,
+    })
+}
+
+/// An operator.
+fn client(secrets: Option<&ClusterSecrets>) -> JsonClient {
+    let client = JsonClient::new(ANSWER_TIMEOUT);
+    let Some(secrets) = secrets else {
+        return client;
+    };
+    let connector = ReplicaConnector::new(secrets.access.tls().cloned());
+    let authorization = Some(secrets.authorization.clone());
+    client.through(&connector).authorized(authorization)
 }
 
 impl Drop for ProcessCluster {

@@ -2,6 +2,8 @@
 
 use std::net::SocketAddr;
 
+use super::access::is_secure_by_default;
+
 /// Where the processes run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Site {
@@ -16,6 +18,10 @@ pub enum Site {
 pub struct ClusterOptions {
     /// Where.
     pub site: Site,
+    /// Whether peers prove their ids to each other, data and admin listeners speak TLS, operators
+    /// have a token and users a key each. By default the environment says so
+    /// (`QUORATE_TEST_SECURE=1`).
+    pub is_secure: bool,
     /// Replicas, all of them voters.
     pub replicas: u8,
     /// Places for replicas that join later.
@@ -47,6 +53,7 @@ impl Default for ClusterOptions {
     fn default() -> Self {
         Self {
             site: Site::Loopback,
+            is_secure: is_secure_by_default(),
             replicas: 3,
             spares: 0,
             engines: 4,

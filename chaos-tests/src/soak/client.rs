@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::SoakContext;
 use super::engine::MODEL;
 use super::kinds::{ClientKind, LeavePoint, UserBehaviour};
-use super::wire::{self, OutgoingRequest, RequestError, ResponseHead, SourceAddress};
+use crate::wire::{self, OutgoingRequest, RequestError, ResponseHead, SourceAddress};
 
 /// Where requests go.
 const PATH: &str = "/v1/chat/completions";
@@ -142,7 +142,7 @@ impl SoakUser {
             has_little_room: self.manner.leaves == LeavePoint::Dawdles,
         };
         let done = async {
-            let mut reply = wire::ask(from, scene.data[replica], asked).await?;
+            let mut reply = wire::ask(&scene.access, from, scene.data[replica], asked).await?;
             if reply.status != StatusCode::OK {
                 // What is refused is refused once its body is there, too.
                 let _ = reply.whole().await;
@@ -245,7 +245,7 @@ pub(super) async fn newcomers(scene: &SoakContext) -> anyhow::Result<String> {
         };
         let asked = user.asked(&scene.next_id(&user.name), scene.seed ^ replica as u64);
         let answer = async {
-            let mut reply = wire::ask(user.from, *to, asked)
+            let mut reply = wire::ask(&scene.access, user.from, *to, asked)
                 .await
                 .map_err(anyhow::Error::msg)?;
             anyhow::ensure!(reply.status == StatusCode::OK, "answered {}", reply.status);

@@ -1,7 +1,6 @@
 //! Checks that must hold after the load.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -11,6 +10,7 @@ use super::engine::ComputedRequest;
 use super::kinds::{ClientKind, TOKENS};
 use super::{KindCounts, SoakPhase, SoakReport};
 use crate::processes::book::UserTotals;
+use crate::processes::figures::ProcessFigures;
 use crate::processes::load::charged;
 use crate::processes::{ProcessCluster, until};
 
@@ -46,7 +46,7 @@ pub struct SoakCheck {
 }
 
 impl SoakCheck {
-    fn new(name: &'static str, result: anyhow::Result<String>) -> Self {
+    pub(super) fn new(name: &'static str, result: anyhow::Result<String>) -> Self {
         match result {
             Ok(found) => Self {
                 name,
@@ -59,35 +59,6 @@ impl SoakCheck {
                 violation: Some(format!("{error:#}")),
             },
         }
-    }
-}
-
-/// What a replica's process holds.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct ProcessFigures {
-    rss_bytes: u64,
-    descriptors: u64,
-}
-
-impl ProcessFigures {
-    /// Of all replicas, those with most.
-    pub(super) fn of(cluster: &ProcessCluster) -> anyhow::Result<Self> {
-        let mut most = Self {
-            rss_bytes: 0,
-            descriptors: 0,
-        };
-        for number in 0..cluster.replicas() {
-            let id = cluster.process_id(number).context("a replica is down")?;
-            let status = fs::read_to_string(format!("/proc/{id}/status"));
-            let status = status.with_context(|| format!("replica {} has ended", number + 1))?;
-            let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-            let kilobytes = line.and_then(|it| it.split_whitespace().next()?.parse::<u64>().ok());
-            let rss = kilobytes.with_context(|| format!("replica {} has ended", number + 1))?;
-            most.rss_bytes = most.rss_bytes.max(rss << 10);
-            let open = fs::read_dir(format!("/proc/{id}/fd"))?.count() as u64;
-            most.descriptors = most.descriptors.max(open);
-        }
-        Ok(most)
     }
 }
 
@@ -254,7 +225,7 @@ impl JudgedPhases {
 
     async fn figures(&self, cluster: &ProcessCluster) -> anyhow::Result<String> {
         // Connections that nobody closes are closed when they have been idle for long enough.
-        let after = ProcessFigures::of(cluster)?;
+        let after = ProcessFigures::of(cluster).await?;
         let before = self.before;
         let found = format!(
             "{} MiB and {} descriptors, before {} MiB and {}",
@@ -348,7 +319,7 @@ fn rate(phase: &SoakPhase) -> f64 {
     book.whole as f64 / phase.counted.as_secs_f64()
 }
 
-async fn ready(cluster: &ProcessCluster) -> anyhow::Result<String> {
+pub(super) async fn ready(cluster: &ProcessCluster) -> anyhow::Result<String> {
     let began = Instant::now();
     let mut waits_for = cluster.up();
     loop {

@@ -11,10 +11,10 @@ mod client;
 mod engine;
 mod judge;
 mod kinds;
+pub mod overload;
 mod peers;
 mod strangers;
 mod tally;
-mod wire;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write as _;
@@ -26,10 +26,13 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tempfile::TempDir;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
+use crate::processes::access::ClientAccess;
+use crate::processes::figures::ProcessFigures;
 use crate::processes::{ClusterOptions, ProcessCluster};
 use client::SoakUser;
 use engine::{ComputedTokens, DECODE, MODEL, PLACES, PREFILL, SoakEngine};
@@ -46,6 +49,17 @@ const ALONE: (u32, Duration, Duration) = (6, Duration::from_secs(10), Duration::
 /// At the beginning of each phase, while engines fill: nothing is counted.
 const WARM_UP: Duration = Duration::from_secs(3);
 
+/// Who is let loose, and for how long.
+#[derive(Debug, Clone, Copy)]
+struct PhasePlan<'a> {
+    kinds: &'a [ClientKind],
+    /// How many times the capacity they ask for.
+    factor: f64,
+    /// How long nothing is counted, and then how long everything is.
+    warm_up: Duration,
+    length: Duration,
+}
+
 /// What a soak is run with.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SoakOptions {
@@ -57,6 +71,8 @@ pub struct SoakOptions {
     pub seed: u64,
     /// Who is there beside honest users; everybody when empty.
     pub only: Vec<ClientKind>,
+    /// Whether there is TLS everywhere, and a token.
+    pub is_secure: bool,
 }
 
 /// What came of a soak.
@@ -78,6 +94,9 @@ struct SoakContext {
     data: Vec<SocketAddr>,
     admin: Vec<SocketAddr>,
     peer: Vec<SocketAddr>,
+    access: ClientAccess,
+    /// With a certificate of the cluster's authority that names no replica.
+    stranger: ClientAccess,
     seed: u64,
     over: CancellationToken,
     /// What happened since the phase began.
@@ -134,34 +153,23 @@ fn capacity() -> f64 {
 /// When the cluster cannot be started; what does not hold is in the report.
 pub async fn run(options: &SoakOptions, say: impl Fn(&str)) -> anyhow::Result<SoakReport> {
     raise_descriptors();
-    let ledger = Arc::new(ComputedTokens::default());
-    let mut engines = Vec::new();
-    for _ in 0..ENGINES {
-        engines.push(
-            SoakEngine::start(ledger.clone())
-                .await
-                .context("start an engine")?,
-        );
-    }
-    let folder = tempfile::Builder::new().prefix("quorate-soak-").tempdir()?;
-    let keys = folder.path().join("keys");
-    fs::write(&keys, key_file()).context("write the keys")?;
-    let cluster =
-        ProcessCluster::start(cluster_options(&engines, &keys.display().to_string())).await?;
-    let requests = Arc::new(AtomicU64::new(0));
-    let stage = SoakDriver {
-        cluster: &cluster,
-        options,
-        ledger,
-        requests,
-    };
+    let stage = SoakDriver::start(options.seed, options.is_secure).await?;
+    let cluster = &stage.cluster;
 
     let alone_for = (options.storm / ALONE.0).clamp(ALONE.1, ALONE.2);
     say(&format!("honest users alone for {} s", alone_for.as_secs()));
-    let alone = stage.phase(&[ClientKind::Honest], alone_for).await;
-    let before = judge::ProcessFigures::of(&cluster)?;
+    let mut plan = PhasePlan {
+        kinds: &[ClientKind::Honest],
+        factor: options.factor,
+        warm_up: WARM_UP,
+        length: alone_for,
+    };
+    let alone = stage.phase(plan).await?;
+    let before = ProcessFigures::of(cluster).await?;
     say(&format!("everybody for {} s", options.storm.as_secs()));
-    let storm = stage.phase(&kinds(options), options.storm).await;
+    let kinds = kinds(options);
+    (plan.kinds, plan.length) = (&kinds, options.storm);
+    let storm = stage.phase(plan).await?;
     say("nobody; looking at what is left");
     let phases = judge::JudgedPhases {
         alone,
@@ -169,9 +177,9 @@ pub async fn run(options: &SoakOptions, say: impl Fn(&str)) -> anyhow::Result<So
         before,
         capacity: capacity(),
     };
-    let report = phases.judge(&cluster).await;
+    let report = phases.judge(cluster).await;
     if report.checks.iter().all(|check| check.violation.is_none()) {
-        cluster.stop();
+        stage.cluster.stop();
     }
     Ok(report)
 }
@@ -191,16 +199,44 @@ struct SoakPhase {
     counted: Duration,
 }
 
-struct SoakDriver<'a> {
-    cluster: &'a ProcessCluster,
-    options: &'a SoakOptions,
+struct SoakDriver {
+    cluster: ProcessCluster,
+    seed: u64,
     ledger: Arc<ComputedTokens>,
     requests: Arc<AtomicU64>,
+    _engines: Vec<SoakEngine>,
+    _folder: TempDir,
 }
 
-impl SoakDriver<'_> {
+impl SoakDriver {
+    /// Starts engines and replicas.
+    async fn start(seed: u64, is_secure: bool) -> anyhow::Result<Self> {
+        let ledger = Arc::new(ComputedTokens::default());
+        let mut engines = Vec::new();
+        for _ in 0..ENGINES {
+            let engine = SoakEngine::start(ledger.clone()).await;
+            engines.push(engine.context("start an engine")?);
+        }
+        let folder = tempfile::Builder::new().prefix("quorate-soak-").tempdir()?;
+        let keys = folder.path().join("keys");
+        fs::write(&keys, key_file()).context("write the keys")?;
+        let options = ClusterOptions {
+            is_secure,
+            ..cluster_options(&engines, &keys.display().to_string())
+        };
+        Ok(Self {
+            cluster: ProcessCluster::start(options).await?,
+            seed,
+            ledger,
+            requests: Arc::new(AtomicU64::new(0)),
+            _engines: engines,
+            _folder: folder,
+        })
+    }
+
     /// Lets some kinds loose for a while, and waits until all have ended.
-    async fn phase(&self, kinds: &[ClientKind], length: Duration) -> SoakPhase {
+    async fn phase(&self, plan: PhasePlan<'_>) -> anyhow::Result<SoakPhase> {
+        let PhasePlan { kinds, length, .. } = plan;
         let numbers = 0..self.cluster.replicas();
         let scene = Arc::new(SoakContext {
             data: numbers
@@ -212,7 +248,9 @@ impl SoakDriver<'_> {
                 .map(|it| self.cluster.admin_addr(it))
                 .collect(),
             peer: numbers.map(|it| self.cluster.peer_addr(it)).collect(),
-            seed: self.options.seed,
+            access: self.cluster.access(),
+            stranger: self.cluster.stranger()?,
+            seed: self.seed,
             over: CancellationToken::new(),
             tallies: ClientKind::ALL
                 .iter()
@@ -224,9 +262,9 @@ impl SoakDriver<'_> {
         });
         let mut everybody = JoinSet::new();
         for kind in kinds {
-            enter(&scene, *kind, self.options.factor, &mut everybody);
+            enter(&scene, *kind, plan.factor, &mut everybody);
         }
-        sleep(WARM_UP).await;
+        sleep(plan.warm_up).await;
         for kind in kinds {
             scene.book(*kind).begin();
         }
@@ -238,7 +276,7 @@ impl SoakDriver<'_> {
         let counted = began.elapsed();
         scene.over.cancel();
         everybody.join_all().await;
-        SoakPhase { scene, counted }
+        Ok(SoakPhase { scene, counted })
     }
 }
 

@@ -15,7 +15,8 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::SoakContext;
 use super::kinds::ClientKind;
-use super::wire;
+use crate::processes::access::ClientAccess;
+use crate::wire;
 
 const PAUSE: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -111,7 +112,7 @@ pub(super) async fn run(scene: Arc<SoakContext>) {
 }
 
 async fn play(scene: &SoakContext, to: SocketAddr) -> anyhow::Result<()> {
-    let info = call(to, "Info", &ProtobufMessage::default()).await?;
+    let info = call(&scene.stranger, to, "Info", &ProtobufMessage::default()).await?;
     let fields = numbers(&info).context("not an answer to Info")?;
     let of = |field| {
         let mut fields = fields.iter();
@@ -127,7 +128,7 @@ async fn play(scene: &SoakContext, to: SocketAddr) -> anyhow::Result<()> {
     scene.book(ClientKind::Peers).count("told who it is");
     for (name, method, message) in tricks(known) {
         scene.book(ClientKind::Peers).asked += 1;
-        let answered = call(to, method, &message).await;
+        let answered = call(&scene.stranger, to, method, &message).await;
         let mut book = scene.book(ClientKind::Peers);
         match answered {
             Ok(answer) if is_taken(method, &answer) => book.harm(name.to_owned()),
@@ -184,8 +185,14 @@ fn tricks(known: KnownPeer) -> Vec<(&'static str, &'static str, ProtobufMessage)
     ]
 }
 
-async fn call(to: SocketAddr, method: &str, message: &ProtobufMessage) -> anyhow::Result<Bytes> {
+async fn call(
+    stranger: &ClientAccess,
+    to: SocketAddr,
+    method: &str,
+    message: &ProtobufMessage,
+) -> anyhow::Result<Bytes> {
     let socket = wire::connect(FROM.into(), to).await?;
+    let socket = stranger.secure(socket, to).await?;
     let (mut send, connection) =
         http2::handshake(TokioExecutor::new(), TokioIo::new(socket)).await?;
     let _connection = AbortOnDropHandle::new(tokio::spawn(connection));

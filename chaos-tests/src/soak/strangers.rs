@@ -1,7 +1,7 @@
 //! Those who have no key: connections that say nothing, bodies that never come, requests that are
 //! refused, bytes that are no HTTP.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,7 +21,8 @@ use tokio::time::{interval, sleep, timeout};
 
 use super::SoakContext;
 use super::kinds::ClientKind;
-use super::wire::{self, OutgoingRequest};
+use crate::processes::access::ClientAccess;
+use crate::wire::{self, OutgoingRequest};
 
 /// Connections that say nothing, to each data port and half as many to each of the others.
 const IDLE: usize = 160;
@@ -53,14 +54,19 @@ pub(super) async fn idle(scene: Arc<SoakContext>) {
         let ports = scene.data.iter().copied();
         let others = scene.admin.iter().chain(&scene.peer).copied();
         let others = others.filter(|_| number % 2 == 0);
+        // Some of them shake hands first.
+        let access = match number % 4 {
+            0 => scene.access.clone(),
+            _ => ClientAccess::default(),
+        };
         for to in ports.chain(others) {
-            let scene = scene.clone();
+            let (scene, access) = (scene.clone(), access.clone());
             all.spawn(async move {
                 while !scene.over.is_cancelled() {
                     scene.book(ClientKind::Idle).asked += 1;
                     let opened = wire::connect(IDLE_FROM.into(), to).await;
                     let how = match opened {
-                        Ok(socket) => hold(&scene, socket, silent).await,
+                        Ok(socket) => hold(&scene, (&access, to), socket, silent).await,
                         Err(_) => "refused",
                     };
                     scene.book(ClientKind::Idle).count(how);
@@ -72,7 +78,18 @@ pub(super) async fn idle(scene: Arc<SoakContext>) {
     while all.join_next().await.is_some() {}
 }
 
-async fn hold(scene: &SoakContext, mut socket: TcpStream, said: &[u8]) -> &'static str {
+async fn hold(
+    scene: &SoakContext,
+    (access, to): (&ClientAccess, SocketAddr),
+    socket: TcpStream,
+    said: &[u8],
+) -> &'static str {
+    let secured = scene.unless_over(access.secure(socket, to)).await;
+    let mut socket = match secured {
+        None => return "held to the end",
+        Some(Ok(socket)) => socket,
+        Some(Err(_)) => return "closed",
+    };
     if socket.write_all(said).await.is_err() {
         return "closed";
     }
@@ -96,7 +113,7 @@ pub(super) async fn bodies(scene: Arc<SoakContext>) {
             all.spawn(async move {
                 while !scene.over.is_cancelled() {
                     let how = match wire::connect(BODIES_FROM.into(), to).await {
-                        Ok(socket) => open_streams(&scene, socket).await,
+                        Ok(socket) => open_streams(&scene, to, socket).await,
                         Err(_) => "refused",
                     };
                     scene.book(ClientKind::Bodies).count(how);
@@ -108,7 +125,10 @@ pub(super) async fn bodies(scene: Arc<SoakContext>) {
     while all.join_next().await.is_some() {}
 }
 
-async fn open_streams(scene: &SoakContext, socket: TcpStream) -> &'static str {
+async fn open_streams(scene: &SoakContext, to: SocketAddr, socket: TcpStream) -> &'static str {
+    let Ok(socket) = scene.access.speaking(b"h2").secure(socket, to).await else {
+        return "closed";
+    };
     let shaken = http2::handshake(TokioExecutor::new(), TokioIo::new(socket)).await;
     let Ok((send, connection)) = shaken else {
         return "closed";
@@ -169,7 +189,11 @@ async fn refused_once(scene: &SoakContext, replica: usize, has_key: bool) {
         ask.headers.remove(http::header::AUTHORIZATION);
     }
     scene.book(ClientKind::Keyless).asked += 1;
-    let asked = timeout(PATIENCE, wire::ask(KEYLESS_FROM, scene.data[replica], ask)).await;
+    let asked = timeout(
+        PATIENCE,
+        wire::ask(&scene.access, KEYLESS_FROM, scene.data[replica], ask),
+    )
+    .await;
     let mut book = scene.book(ClientKind::Keyless);
     match asked {
         Ok(Ok(reply)) if reply.status == StatusCode::OK => {

@@ -23,6 +23,9 @@ pub struct KindCounts {
     pub words: Vec<String>,
     /// What must not happen and did, and how often.
     pub harm: BTreeMap<String, u64>,
+    /// Requests refused with 503 while counting was on.
+    #[serde(skip)]
+    pub(super) counted_refusals: u64,
     #[serde(skip)]
     first: Vec<Duration>,
     #[serde(skip)]
@@ -39,6 +42,9 @@ impl KindCounts {
     }
 
     pub(super) fn count(&mut self, how: &str) {
+        if self.is_counted && how == "503" {
+            self.counted_refusals += 1;
+        }
         *self.ends.entry(how.to_owned()).or_default() += 1;
     }
 
@@ -66,6 +72,11 @@ impl KindCounts {
 
     pub(super) fn harm(&mut self, what: String) {
         *self.harm.entry(what).or_default() += 1;
+    }
+
+    /// Times to the first of an answer, in the order of their ends.
+    pub(super) fn firsts(&self) -> &[Duration] {
+        &self.first
     }
 
     /// Time to the first of an answer that so many thousandths of all did not exceed.

@@ -14,7 +14,7 @@ pub(super) async fn from_backup(stage: &mut FaultContext) -> anyhow::Result<()> 
     let file = stage.cluster.folder().join("backup");
     let file = file.display().to_string();
     let first = *stage.cluster.up().first().context("nobody is up")?;
-    let admin = format!("http://{}", stage.cluster.admin_addr(first));
+    let admin = stage.cluster.admin_url(first, "");
     stage
         .cluster
         .run(&["backup", &file, "--force", "--admin", &admin])
@@ -28,7 +28,7 @@ pub(super) async fn from_backup(stage: &mut FaultContext) -> anyhow::Result<()> 
     }
     stage.cluster.refound(&all)?;
     stage.cluster.restart(&all).await?;
-    let admin = format!("http://{}", stage.cluster.admin_addr(all[0]));
+    let admin = stage.cluster.admin_url(all[0], "");
     stage
         .cluster
         .run(&["restore", &file, "--force", "--admin", &admin])

@@ -1,0 +1,225 @@
+//! Certificates, tokens and keys of a cluster that is secure, made by the program's own commands,
+//! and what clients need to get in.
+//!
+//! Peers prove each other's ids, data and admin listeners speak TLS, operators have a token and
+//! users a key each. The same tests run with it and without: [`ClusterOptions::is_secure`].
+//!
+//! [`ClusterOptions::is_secure`]: super::ClusterOptions::is_secure
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use anyhow::{Context as _, ensure};
+use api::tls::{
+    CertificateFiles, CertificateSource as _, ClientConfig, ClientFiles, MaybeTls, NamedFile,
+};
+use http::HeaderValue;
+use lab::connector::secured;
+use lab::replay::targets::TargetAccess;
+use tokio::io::{AsyncRead, AsyncWrite};
+
+/// Names a variable that has every test of processes run on a secure cluster.
+const SECURE: &str = "QUORATE_TEST_SECURE";
+/// A user's key is this and its name.
+const KEY_PREFIX: &str = "sk-chaos-";
+/// Users that some test has, beside those of its options.
+const USERS: &[&str] = &["anonymous", "greedy", "modest", "eager"];
+/// Users that are numbers, and replicas with users of their own.
+const NUMBERED: usize = 16;
+/// Users of a replica.
+const OF_REPLICA: usize = 4;
+
+/// Whether tests are to run on a secure cluster, as the environment says.
+#[must_use]
+pub fn is_secure_by_default() -> bool {
+    std::env::var_os(SECURE).is_some_and(|value| value == "1")
+}
+
+/// How clients get in: over TLS with a key, or in the clear without one.
+#[derive(Debug, Clone, Default)]
+pub struct ClientAccess {
+    /// Who is trusted; `None`: nothing is encrypted.
+    tls: Option<Arc<ClientConfig>>,
+}
+
+impl ClientAccess {
+    /// Whether there is TLS, and keys are asked for.
+    #[must_use]
+    pub fn is_secure(&self) -> bool {
+        self.tls.is_some()
+    }
+
+    /// Who is trusted; `None`: nothing is encrypted.
+    #[must_use]
+    pub fn tls(&self) -> Option<&Arc<ClientConfig>> {
+        self.tls.as_ref()
+    }
+
+    /// The same with protocols that are offered, as clients of HTTP/2 do.
+    #[must_use]
+    pub fn speaking(&self, protocol: &[u8]) -> Self {
+        let tls = self.tls.as_deref().cloned();
+        let tls = tls.map(|mut tls| {
+            tls.alpn_protocols = vec![protocol.to_vec()];
+            Arc::new(tls)
+        });
+        Self { tls }
+    }
+
+    /// Shakes hands with whoever is at `to`, if there is TLS.
+    ///
+    /// # Errors
+    /// When that fails.
+    pub async fn secure<S: AsyncRead + AsyncWrite + Unpin>(
+        &self,
+        stream: S,
+        to: SocketAddr,
+    ) -> io::Result<MaybeTls<S>> {
+        match &self.tls {
+            None => Ok(MaybeTls::Clear(stream)),
+            Some(tls) => secured(tls, &to.ip().to_string(), stream).await,
+        }
+    }
+
+    /// What load needs to know; `None`: nothing.
+    pub(super) fn of_targets(&self) -> Option<TargetAccess> {
+        self.tls.clone().map(|tls| TargetAccess {
+            tls,
+            key_prefix: KEY_PREFIX.to_owned(),
+        })
+    }
+}
+
+/// A user's key on a secure cluster.
+#[must_use]
+pub fn key(user: &str) -> String {
+    format!("{KEY_PREFIX}{user}")
+}
+
+/// What a secure cluster is set up with.
+#[derive(Debug)]
+pub(super) struct ClusterSecrets {
+    folder: PathBuf,
+    binary: PathBuf,
+    pub(super) access: ClientAccess,
+    /// What operators send.
+    pub(super) authorization: HeaderValue,
+}
+
+impl ClusterSecrets {
+    /// Makes an authority, a token and keys in a folder of their own.
+    pub(super) fn make(binary: &Path, folder: PathBuf) -> anyhow::Result<Self> {
+        let out = folder.display().to_string();
+        quorate(binary, &["cert", "ca", "--out", &out])?;
+        quorate(binary, &["cert", "client", "stranger", "--out", &out])?;
+        let token = folder.join("token");
+        let file = token.display().to_string();
+        let create = ["token", "create", "--role", "admin", "chaos", "--out"];
+        let line = quorate(binary, &[&create[..], &[&file]].concat())?;
+        fs::write(folder.join("tokens"), line).context("write the tokens")?;
+        fs::write(folder.join("keys"), keys()).context("write the keys")?;
+        let secret = fs::read_to_string(&token).context("read the token")?;
+        let authorization = HeaderValue::from_str(&format!("Bearer {}", secret.trim()))?;
+        let files = ClientFiles {
+            authorities: Some(NamedFile::new("ca", &folder.join("ca.crt"))),
+            ..ClientFiles::default()
+        };
+        Ok(Self {
+            access: ClientAccess {
+                tls: Some(files.load()?.config),
+            },
+            folder,
+            binary: binary.to_owned(),
+            authorization,
+        })
+    }
+
+    /// Makes sure that a replica has a certificate with its id and these addresses.
+    pub(super) fn certify(&self, id: u8, hosts: &[String]) -> anyhow::Result<()> {
+        if self.file(&format!("replica-{id}.crt")).is_file() {
+            return Ok(());
+        }
+        let out = self.folder.display().to_string();
+        let replica = format!("{id}={}", hosts.join(","));
+        let node = ["cert", "node", "--replica", &replica, "--out", &out];
+        quorate(&self.binary, &node).map(drop)
+    }
+
+    /// Gets in with a certificate of the cluster's authority that names no replica.
+    pub(super) fn stranger(&self) -> anyhow::Result<ClientAccess> {
+        let named = |name| NamedFile::new("stranger", &self.file(name));
+        let files = ClientFiles {
+            authorities: Some(named("ca.crt")),
+            certificate: Some(CertificateFiles {
+                cert: named("stranger.crt"),
+                key: named("stranger.key"),
+            }),
+            protocols: &[b"h2"],
+            ..ClientFiles::default()
+        };
+        let tls = Some(files.load()?.config);
+        Ok(ClientAccess { tls })
+    }
+
+    /// Tables of a replica's config.
+    pub(super) fn tables(&self, id: u8) -> String {
+        let mut text = format!("[admin]\ntokens_file = {:?}\n\n", self.file("tokens"));
+        let [certificate, private_key] =
+            ["crt", "key"].map(|extension| self.file(&format!("replica-{id}.{extension}")));
+        for listener in ["data", "admin", "peer"] {
+            let _ = writeln!(
+                text,
+                "[tls.{listener}]\ncert_file = {certificate:?}\nkey_file = {private_key:?}"
+            );
+        }
+        let _ = writeln!(text, "ca_file = {:?}\n", self.file("ca.crt"));
+        text
+    }
+
+    /// A line for a replica's `[users]`.
+    pub(super) fn users(&self) -> String {
+        format!("api_keys_file = {:?}\n", self.file("keys"))
+    }
+
+    /// Flags of commands that ask a replica.
+    pub(super) fn flags(&self) -> Vec<String> {
+        let file = |name| self.file(name).display().to_string();
+        vec![
+            "--ca-file".to_owned(),
+            file("ca.crt"),
+            "--token-file".to_owned(),
+            file("token"),
+        ]
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+}
+
+/// A key and its user a line.
+fn keys() -> String {
+    let named = USERS.iter().map(|user| (*user).to_owned());
+    let numbered = (0..NUMBERED).flat_map(|number| {
+        let of_replica = (0..OF_REPLICA).map(move |user| format!("user-{number}-{user}"));
+        of_replica.chain([number.to_string(), format!("user-{number}")])
+    });
+    let mut text = String::new();
+    for user in named.chain(numbered) {
+        let _ = writeln!(text, "{} {user}", key(&user));
+    }
+    text
+}
+
+fn quorate(binary: &Path, args: &[&str]) -> anyhow::Result<String> {
+    let done = Command::new(binary).args(args).output();
+    let done = done.with_context(|| format!("run quorate {args:?}"))?;
+    let told = String::from_utf8_lossy(&done.stderr);
+    ensure!(done.status.success(), "quorate {args:?}: {told}");
+    Ok(String::from_utf8_lossy(&done.stdout).into_owned())
+}

@@ -1,0 +1,266 @@
+//! Many times the capacity for a while, and nothing else: what is served must be nearly what could
+//! be, soon, and as before as soon as the load has gone.
+//!
+//! Half of the load is patient, half gives up after 3 s and tries again as SDKs do.
+
+use std::time::Duration;
+
+use anyhow::ensure;
+use tokio::time::interval;
+
+use super::judge::{SoakCheck, ready};
+use super::{ClientKind, PhasePlan, SoakDriver, SoakPhase, WARM_UP, capacity};
+use crate::processes::figures::ProcessFigures;
+
+/// Who asks.
+const KINDS: &[ClientKind] = &[ClientKind::Patient, ClientKind::Impatient];
+/// How long full load and the time after the storm are looked at, as parts of the storm.
+const ASIDE: (u32, Duration, Duration) = (4, Duration::from_secs(5), Duration::from_secs(30));
+/// What is asked for after the storm, as a share of the capacity.
+const AFTER: f64 = 0.5;
+/// Within this all is as before.
+const RECOVERY: Duration = Duration::from_secs(2);
+/// The least part of the goodput at full load, in thousandths.
+const GOODPUT_PERMILLE: f64 = 900.0;
+/// How many times as long as at full load the first token may take.
+const FIRST_FACTOR: u32 = 2;
+/// How often memory is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+
+/// What an overload is run with.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OverloadOptions {
+    /// How long.
+    pub storm: Duration,
+    /// How many times the capacity is asked for.
+    pub factor: f64,
+    /// Decides what is drawn.
+    pub seed: u64,
+    /// Whether there is TLS everywhere, a token and keys.
+    pub is_secure: bool,
+    /// Bytes by which a replica may grow.
+    pub grown_bytes_max: u64,
+}
+
+/// What was seen in one phase.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct OverloadRow {
+    /// Which.
+    pub name: &'static str,
+    /// Requests begun a second, without those tried again.
+    pub asked_per_s: f64,
+    /// Answers that came whole, a second.
+    pub goodput: f64,
+    /// Requests refused with 503, a second.
+    pub refused_per_s: f64,
+    /// Time to the first of an answer, for half of them.
+    pub first_p50: Duration,
+    /// The same for all but one in a hundred.
+    pub first_p99: Duration,
+    /// The most that a replica held in memory.
+    pub rss_bytes: u64,
+}
+
+/// What came of an overload.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct OverloadReport {
+    /// Answers a second that the engines can give.
+    pub capacity: f64,
+    /// Full load, the storm, and afterwards.
+    pub rows: [OverloadRow; 3],
+    /// What had to hold.
+    pub checks: Vec<SoakCheck>,
+}
+
+/// Runs an overload.
+///
+/// # Errors
+/// When the cluster cannot be started; what does not hold is in the report.
+pub async fn run(options: &OverloadOptions, say: impl Fn(&str)) -> anyhow::Result<OverloadReport> {
+    super::raise_descriptors();
+    let stage = SoakDriver::start(options.seed, options.is_secure).await?;
+    let aside = (options.storm / ASIDE.0).clamp(ASIDE.1, ASIDE.2);
+    let plan = |load: f64, warm_up, length| PhasePlan {
+        kinds: KINDS,
+        factor: load / KINDS.iter().map(|kind| kind.share()).sum::<f64>(),
+        warm_up,
+        length,
+    };
+    say(&format!("full load for {} s", aside.as_secs()));
+    let full = row("full load", &stage, plan(1.0, WARM_UP, aside)).await?;
+    let storm_for = options.storm.as_secs();
+    say(&format!(
+        "{} times as much for {storm_for} s",
+        options.factor
+    ));
+    let storm = row(
+        "storm",
+        &stage,
+        plan(options.factor, WARM_UP, options.storm),
+    )
+    .await?;
+    say("half of the capacity");
+    let is_ready = ready(&stage.cluster).await;
+    let after = row("afterwards", &stage, plan(AFTER, RECOVERY, aside)).await?;
+
+    let mut checks = judge(options, [&full, &storm, &after]);
+    checks.push(SoakCheck::new(
+        "every replica is ready within 2 s",
+        is_ready,
+    ));
+    if checks.iter().all(|check| check.violation.is_none()) {
+        stage.cluster.stop();
+    }
+    Ok(OverloadReport {
+        capacity: capacity(),
+        rows: [full, storm, after],
+        checks,
+    })
+}
+
+fn judge(options: &OverloadOptions, rows: [&OverloadRow; 3]) -> Vec<SoakCheck> {
+    let [full, storm, after] = rows;
+    let held = |found: String, holds: bool| {
+        ensure!(holds, "{found}");
+        Ok(found)
+    };
+    let goodput = format!(
+        "{:.2} answers a second of {:.2}",
+        storm.goodput, full.goodput
+    );
+    let is_good = 1000.0 * storm.goodput >= GOODPUT_PERMILLE * full.goodput;
+    let first = |row: &OverloadRow| {
+        let [half, most] = [row.first_p50, row.first_p99].map(|it| it.as_millis());
+        format!("{half} and {most} ms")
+    };
+    let is_soon = |row: &OverloadRow| {
+        row.first_p50 <= FIRST_FACTOR * full.first_p50
+            && row.first_p99 <= FIRST_FACTOR * full.first_p99
+    };
+    let grown = storm.rss_bytes.saturating_sub(full.rss_bytes);
+    let memory = format!(
+        "{} MiB more, {} MiB may be",
+        grown >> 20,
+        options.grown_bytes_max >> 20
+    );
+    let recovered = format!(
+        "{} to the first token, {:.2} refused a second",
+        first(after),
+        after.refused_per_s
+    );
+    vec![
+        SoakCheck::new(
+            "goodput is 90 % of that at full load",
+            held(goodput, is_good),
+        ),
+        SoakCheck::new(
+            "first tokens come within twice the time at full load",
+            held(
+                format!("{}, before {}", first(storm), first(full)),
+                is_soon(storm),
+            ),
+        ),
+        SoakCheck::new(
+            "memory is bounded",
+            held(memory, grown <= options.grown_bytes_max),
+        ),
+        SoakCheck::new(
+            "2 s later all is as before",
+            held(recovered, is_soon(after) && after.refused_per_s == 0.0),
+        ),
+    ]
+}
+
+/// Runs a phase, and looks at memory meanwhile.
+async fn row(
+    name: &'static str,
+    stage: &SoakDriver,
+    plan: PhasePlan<'_>,
+) -> anyhow::Result<OverloadRow> {
+    let mut rss_bytes = 0;
+    let watched = async {
+        let mut looks = interval(LOOK_EVERY);
+        loop {
+            looks.tick().await;
+            match ProcessFigures::of(&stage.cluster).await {
+                Ok(figures) => rss_bytes = rss_bytes.max(figures.rss_bytes),
+                Err(error) => return error,
+            }
+        }
+    };
+    let phase = tokio::select! {
+        biased;
+        phase = stage.phase(plan) => phase?,
+        error = watched => return Err(error.context(name)),
+    };
+    Ok(OverloadRow {
+        name,
+        rss_bytes,
+        ..seen(&phase)
+    })
+}
+
+fn seen(phase: &SoakPhase) -> OverloadRow {
+    let seconds = phase.counted.as_secs_f64();
+    let (mut asked, mut whole, mut refused) = (0, 0, 0);
+    let mut firsts = Vec::new();
+    for kind in KINDS {
+        let book = phase.scene.book(*kind);
+        asked += book.by_user.values().map(|[asked, _]| asked).sum::<u64>();
+        whole += book.whole;
+        refused += book.counted_refusals;
+        firsts.extend_from_slice(book.firsts());
+    }
+    firsts.sort_unstable();
+    let first = |permille: usize| match firsts.len().checked_sub(1) {
+        Some(last) => firsts[last * permille / 1000],
+        None => Duration::ZERO,
+    };
+    OverloadRow {
+        name: "",
+        asked_per_s: asked as f64 / seconds,
+        goodput: whole as f64 / seconds,
+        refused_per_s: refused as f64 / seconds,
+        first_p50: first(500),
+        first_p99: first(990),
+        rss_bytes: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(goodput: f64, first_ms: u64, refused_per_s: f64, rss_bytes: u64) -> OverloadRow {
+        OverloadRow {
+            name: "",
+            asked_per_s: 0.0,
+            goodput,
+            refused_per_s,
+            first_p50: Duration::from_millis(first_ms),
+            first_p99: Duration::from_millis(2 * first_ms),
+            rss_bytes,
+        }
+    }
+
+    #[test]
+    fn what_falls_short_is_told() {
+        let options = OverloadOptions {
+            storm: Duration::from_secs(120),
+            factor: 10.0,
+            seed: 1,
+            is_secure: true,
+            grown_bytes_max: 100,
+        };
+        let violated = |storm: &OverloadRow, after: &OverloadRow| {
+            let checks = judge(&options, [&row(10.0, 100, 1.0, 1000), storm, after]);
+            let violated = checks.into_iter().filter(|it| it.violation.is_some());
+            violated.map(|it| it.name).collect::<Vec<_>>()
+        };
+        let (storm, after) = (row(9.0, 200, 90.0, 1100), row(5.0, 100, 0.0, 0));
+        assert!(violated(&storm, &after).is_empty());
+        assert_eq!(violated(&row(8.9, 201, 90.0, 1101), &after).len(), 3);
+        assert_eq!(violated(&storm, &row(5.0, 201, 0.0, 0)).len(), 1);
+        assert_eq!(violated(&storm, &row(5.0, 100, 0.1, 0)).len(), 1);
+    }
+}
