@@ -6,11 +6,13 @@
 //!   operators do. Each request goes to one replica and is never sent twice, so that no retry hides
 //!   a failure.
 //! - [`soak`] overloads such a cluster with hostile and careless clients.
+//! - [`abuse`] attacks one, each attack on its own, in the clear and with TLS and keys.
 //! - [`fuzzing`] feeds mutated bytes to everything that reads foreign ones.
 //!
 //! [`oracle`] records a run and [`invariants`] states what must hold of it. [`planted`] plants
 //! bugs, to prove that both find them.
 
+pub mod abuse;
 mod command;
 pub mod fuzzing;
 pub mod invariants;

@@ -11,10 +11,9 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
+use lab::connector::{ReplicaConnector, TlsConnectError, refused, tls_fault};
 use rustls::Error as TlsFault;
 use serde_json::Value;
-
-use crate::connector::{AdminConnector, TlsConnectError, refused, tls_fault};
 
 /// Maximum length of an answer, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
@@ -28,7 +27,7 @@ const TOKEN_HINT: &str = "it takes a token of its admin.tokens_file (`--token-fi
 /// A client. Every request has its own connection, because replicas come and go.
 #[derive(Debug, Clone)]
 pub struct JsonClient {
-    http: Client<AdminConnector, Full<Bytes>>,
+    http: Client<ReplicaConnector, Full<Bytes>>,
     timeout: Duration,
     /// Sent as `authorization`.
     authorization: Option<HeaderValue>,
@@ -101,7 +100,7 @@ impl JsonClient {
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
         Self {
-            http: AdminConnector::new(None).client(),
+            http: ReplicaConnector::new(None).client(),
             timeout,
             authorization: None,
         }
@@ -109,7 +108,7 @@ impl JsonClient {
 
     /// Connects like this.
     #[must_use]
-    pub(crate) fn through(self, connector: &AdminConnector) -> Self {
+    pub fn through(self, connector: &ReplicaConnector) -> Self {
         let http = connector.client();
         Self { http, ..self }
     }

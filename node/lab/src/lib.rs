@@ -5,6 +5,7 @@
 //! uses the router's parts (`state`, `api`) but knows no replica; one that needs whole replicas
 //! gets them through a port ([`replay::ClusterUnderTest`]).
 
+pub mod connector;
 pub mod engine;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;

@@ -8,9 +8,9 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use api::tls::{CertificateFiles, CertificateSource as _, ClientFiles, NamedFile};
 use http::{HeaderValue, Method, StatusCode, Uri};
+use lab::connector::ReplicaConnector;
 use serde_json::Value;
 
-use crate::connector::AdminConnector;
 use crate::json_client::{JsonAnswer, JsonClient, NoConnectionError};
 
 /// Longest wait for an answer: admin writes themselves give up after five seconds.
@@ -56,7 +56,7 @@ pub(super) struct AdminTarget {
     key_file: Option<PathBuf>,
     /// Made of the files when first needed.
     #[arg(skip)]
-    connector: Arc<OnceLock<AdminConnector>>,
+    connector: Arc<OnceLock<ReplicaConnector>>,
     /// Position of the one that answered last: a command asks one replica as long as it answers.
     #[arg(skip)]
     answering: Arc<AtomicUsize>,
@@ -104,7 +104,7 @@ impl AdminTarget {
     }
 
     /// Returns what connects to replicas, with TLS if a URL asks for it.
-    pub(super) fn connector(&self) -> anyhow::Result<&AdminConnector> {
+    pub(super) fn connector(&self) -> anyhow::Result<&ReplicaConnector> {
         if let Some(connector) = self.connector.get() {
             return Ok(connector);
         }
@@ -113,7 +113,7 @@ impl AdminTarget {
             true => Some(self.files().load()?.config),
             false => None,
         };
-        Ok(self.connector.get_or_init(|| AdminConnector::new(tls)))
+        Ok(self.connector.get_or_init(|| ReplicaConnector::new(tls)))
     }
 
     fn files(&self) -> ClientFiles {

@@ -3,15 +3,17 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, HOST, HeaderName, HeaderValue};
+use http::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderName, HeaderValue};
 use http::{HeaderMap, Request, StatusCode, Uri};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper_util::client::legacy::Client as HyperClient;
-use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use memchr::memmem;
 use tokio::time::{Instant, timeout};
+
+use super::targets::{TargetAccess, Targets};
+use crate::connector::ReplicaConnector;
 
 /// Names the user a request is charged to.
 const X_QUORATE_USER: HeaderName = HeaderName::from_static("x-quorate-user");
@@ -30,8 +32,10 @@ const EVENT_BYTES_MAX: usize = 1 << 20;
 /// A connection pool to all targets.
 #[derive(Debug, Clone)]
 pub struct ReplayClient {
-    http: HyperClient<HttpConnector, Full<Bytes>>,
+    http: HyperClient<ReplicaConnector, Full<Bytes>>,
     timeout: Duration,
+    /// `None`: no key is shown.
+    key_prefix: Option<String>,
 }
 
 /// A request to be sent.
@@ -162,14 +166,27 @@ impl ReplayClient {
     /// A client whose requests may each take `timeout`.
     #[must_use]
     pub fn new(timeout: Duration) -> Self {
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(timeout));
+        Self::reaching(None, timeout)
+    }
+
+    /// The same for these targets, however they are reached.
+    #[must_use]
+    pub fn of(targets: &Targets, timeout: Duration) -> Self {
+        Self::reaching(targets.access(), timeout)
+    }
+
+    fn reaching(access: Option<&TargetAccess>, timeout: Duration) -> Self {
+        let tls = access.map(|access| access.tls.clone());
+        let connector = ReplicaConnector::new(tls).within(timeout);
         let http = HyperClient::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_MAX)
             .build(connector);
-        Self { http, timeout }
+        Self {
+            http,
+            timeout,
+            key_prefix: access.map(|access| access.key_prefix.clone()),
+        }
     }
 
     /// Sends a streaming request and reads the answer to its end.
@@ -215,9 +232,14 @@ impl ReplayClient {
     }
 
     async fn stream_untimed(&self, ask: ReplayRequest) -> Result<ReplayAnswer, ReplayError> {
-        let request = Request::post(&ask.uri)
+        let mut request = Request::post(&ask.uri)
             .header(HOST, host(&ask.uri))
-            .header(CONTENT_TYPE, HeaderValue::from_static("application/json"))
+            .header(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(prefix) = &self.key_prefix {
+            let user = String::from_utf8_lossy(ask.user.as_bytes());
+            request = request.header(AUTHORIZATION, format!("Bearer {prefix}{user}"));
+        }
+        let request = request
             .header(X_QUORATE_USER, ask.user)
             .body(Full::new(ask.body))
             .expect("the parts are valid");

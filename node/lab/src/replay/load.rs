@@ -138,7 +138,7 @@ pub async fn run(
         speed: plan.speed,
         in_flight_max: plan.in_flight_max.max(1),
         targets,
-        client: ReplayClient::new(plan.timeout),
+        client: ReplayClient::of(targets, plan.timeout),
         tally: LoadTally::new((0..targets.len()).map(|index| targets.name(index))),
         sent: 0,
         running: JoinSet::new(),

@@ -3,8 +3,10 @@
 //! Whoever takes a target down on purpose says so *before* doing it ([`Targets::set_up`]); a
 //! request that was under way there is then counted as lost with it, not as failed.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use api::tls::ClientConfig;
 use http::Uri;
 use tokio::sync::watch;
 
@@ -12,15 +14,24 @@ use tokio::sync::watch;
 #[derive(Debug)]
 pub struct Targets {
     list: Vec<LoadTarget>,
+    access: Option<TargetAccess>,
     turn: AtomicUsize,
     /// How often a target went down or came up: a target is up when its entry is even.
     lives: watch::Sender<Vec<u64>>,
 }
 
+/// How targets are reached that speak TLS and know keys.
+#[derive(Debug, Clone)]
+pub struct TargetAccess {
+    /// Who is trusted.
+    pub tls: Arc<ClientConfig>,
+    /// A user's key is this and its name.
+    pub key_prefix: String,
+}
+
 #[derive(Debug)]
 struct LoadTarget {
     name: String,
-    authority: String,
 }
 
 /// A target as picked for one request.
@@ -42,9 +53,22 @@ impl Targets {
     /// # Errors
     /// When a URL is not of the form `http://host[:port]`, or there is none.
     pub fn new<S: AsRef<str>>(urls: &[S]) -> Result<Self, TargetError> {
+        Self::of(urls, None)
+    }
+
+    /// Targets with URLs of the form `https://host[:port]` that are all up.
+    ///
+    /// # Errors
+    /// When a URL is of another form, or there is none.
+    pub fn secure<S: AsRef<str>>(urls: &[S], access: TargetAccess) -> Result<Self, TargetError> {
+        Self::of(urls, Some(access))
+    }
+
+    fn of<S: AsRef<str>>(urls: &[S], access: Option<TargetAccess>) -> Result<Self, TargetError> {
+        let scheme = if access.is_some() { "https" } else { "http" };
         let list: Vec<LoadTarget> = urls
             .iter()
-            .map(|url| LoadTarget::new(url.as_ref()))
+            .map(|url| LoadTarget::new(scheme, url.as_ref()))
             .collect::<Result<_, _>>()?;
         if list.is_empty() {
             return Err(TargetError(String::new()));
@@ -52,9 +76,16 @@ impl Targets {
         let lives = watch::Sender::new(vec![0; list.len()]);
         Ok(Self {
             list,
+            access,
             turn: AtomicUsize::new(0),
             lives,
         })
+    }
+
+    /// How they are reached; `None`: in the clear, without a key.
+    #[must_use]
+    pub fn access(&self) -> Option<&TargetAccess> {
+        self.access.as_ref()
     }
 
     /// How many there are.
@@ -118,7 +149,7 @@ impl Targets {
     /// When `path` is not one of a URL.
     #[must_use]
     pub fn uri(&self, index: usize, path: &str) -> Uri {
-        format!("http://{}{path}", self.list[index].authority)
+        format!("{}{path}", self.list[index].name)
             .parse()
             .expect("the authority was parsed, and the path is one")
     }
@@ -129,17 +160,16 @@ fn is_alive(life: u64) -> bool {
 }
 
 impl LoadTarget {
-    fn new(url: &str) -> Result<Self, TargetError> {
+    fn new(scheme: &str, url: &str) -> Result<Self, TargetError> {
         let bad = || TargetError(url.to_owned());
         let uri: Uri = url.parse().map_err(|_| bad())?;
         let is_bare = matches!(uri.path(), "" | "/") && uri.query().is_none();
-        if uri.scheme_str() != Some("http") || !is_bare {
+        if uri.scheme_str() != Some(scheme) || !is_bare {
             return Err(bad());
         }
         let authority = uri.authority().ok_or_else(bad)?.to_string();
         Ok(Self {
-            name: format!("http://{authority}"),
-            authority,
+            name: format!("{scheme}://{authority}"),
         })
     }
 }

@@ -1,0 +1,54 @@
+//! Engines that mean no good, or are no engines: what they send must neither pile up nor be passed
+//! on as if it were an answer.
+
+use anyhow::ensure;
+use futures_util::future::try_join_all;
+use http::StatusCode;
+
+use super::context::{AbuseContext, outcome};
+
+/// How an engine behaves, whether the client asks for a stream, the statuses that the client may
+/// get, and what else must stand in the answer.
+type HostileCase = (&'static str, bool, &'static [u16], &'static str);
+
+const CASES: &[HostileCase] = &[
+    ("endless-line", true, &[200, 502], ""),
+    ("endless-head", false, &[502], "backend_broke"),
+    ("endless-continue", false, &[502, 504], "backend_"),
+    ("endless-document", false, &[200, 502], ""),
+    ("absurd", false, &[200], "usage"),
+    ("redirect", false, &[502], "backend_redirects"),
+    ("early", false, &[200, 502], ""),
+];
+
+/// Asks for each behaviour at every replica. Who asked is served afterwards, whatever was charged.
+pub(super) async fn hostile(context: &AbuseContext) -> anyhow::Result<()> {
+    let replicas = || 0..context.data.len();
+    for case in CASES {
+        try_join_all(replicas().map(|replica| one(context, replica, case))).await?;
+    }
+    for replica in replicas() {
+        let (status, text) = outcome(context.ask(replica, "plain.after", false)).await;
+        ensure!(
+            status == Some(StatusCode::OK),
+            "afterwards: {status:?} {text}"
+        );
+    }
+    Ok(())
+}
+
+async fn one(context: &AbuseContext, replica: usize, case: &HostileCase) -> anyhow::Result<()> {
+    let (behaviour, is_streamed, statuses, words) = case;
+    let id = format!("{behaviour}.{replica}");
+    let (status, text) = outcome(context.ask(replica, &id, *is_streamed)).await;
+    let shown: String = text.chars().take(200).collect();
+    let code = status.map_or(0, |status| status.as_u16());
+    // An answer without an end is not read to its end.
+    let is_late = status.is_none() && behaviour.starts_with("endless");
+    ensure!(
+        is_late || statuses.contains(&code) && text.contains(words),
+        "{behaviour}: answered {code} {shown}"
+    );
+    context.count(format!("{behaviour} {code}"));
+    Ok(())
+}

@@ -1,0 +1,182 @@
+//! Floods of HTTP/2 frames, each of which costs a server more than its sender.
+
+use anyhow::ensure;
+use futures_util::future::try_join_all;
+
+use super::context::{ATTACKER, AbuseContext, chat_body};
+use super::frames::{
+    CONTINUATION, DATA, END_HEADERS, END_STREAM, FloodEnd, FloodUntil, HEADERS, PING, PRIORITY,
+    RST_STREAM, SETTINGS, WINDOW_UPDATE, chat_fields, field, flood, frame,
+};
+use crate::processes::access::key;
+
+/// Streams that are opened and reset.
+const RESETS: usize = 4000;
+/// Frames of the other floods.
+const FRAMES: usize = 20_000;
+/// `CANCEL` of a reset.
+const CANCEL: [u8; 4] = [0, 0, 0, 8];
+
+/// So many of `what` at every replica.
+async fn each(
+    context: &AbuseContext,
+    until: FloodUntil,
+    what: impl Fn() -> Box<dyn Iterator<Item = Vec<u8>> + Send>,
+) -> anyhow::Result<Vec<FloodEnd>> {
+    let replicas = 0..context.data.len();
+    let floods = replicas.map(|replica| flood(context, replica, until, what()));
+    let ends = try_join_all(floods).await?;
+    for end in &ends {
+        context.count(end.name());
+    }
+    Ok(ends)
+}
+
+/// Opens streams with whole requests and resets each at once (CVE-2023-44487).
+pub(super) async fn rapid_reset(context: &AbuseContext) -> anyhow::Result<()> {
+    let ends = each(context, FloodUntil::Ping, || {
+        let head = chat_fields(&key(ATTACKER), &[]);
+        let body = chat_body("hello", true);
+        let streams = (0..RESETS * context.scale).map(move |number| {
+            let stream = u32::try_from(2 * number + 1).expect("there are few");
+            let mut frames = frame(HEADERS, END_HEADERS, stream, &head);
+            frames.extend(frame(DATA, END_STREAM, stream, &body));
+            frames.extend(frame(RST_STREAM, 0, stream, &CANCEL));
+            frames
+        });
+        Box::new(streams)
+    })
+    .await?;
+    for end in ends {
+        // What comes in one read is reset before anybody saw it: more than a few is no accident.
+        let calms = end.goaway.is_none_or(|reason| reason == 11);
+        ensure!(calms && !end.is_stalled, "{end:?}");
+    }
+    Ok(())
+}
+
+/// A head that never ends, in many frames (CVE-2024-27316), with bytes in them or without.
+pub(super) async fn continuations(context: &AbuseContext) -> anyhow::Result<()> {
+    for fill in [100, 0] {
+        let ends = each(context, FloodUntil::Ping, || {
+            let head = frame(HEADERS, 0, 1, &chat_fields(&key(ATTACKER), &[]));
+            let more = field("x-more", &"m".repeat(fill));
+            let more = if fill == 0 { Vec::new() } else { more };
+            let frames = (0..FRAMES * context.scale).map(move |_| frame(CONTINUATION, 0, 1, &more));
+            Box::new(std::iter::once(head).chain(frames))
+        })
+        .await?;
+        for end in ends {
+            ensure!(!end.is_open, "taken: {end:?}");
+        }
+    }
+    Ok(())
+}
+
+/// A small head that is large when it is unpacked.
+pub(super) async fn unpacked(context: &AbuseContext) -> anyhow::Result<()> {
+    const REFERENCES: usize = 8000;
+    let ends = each(context, FloodUntil::Answer, || {
+        let mut head = chat_fields(&key(ATTACKER), &[]);
+        // Into the table, as its first entry, and then by number.
+        let mut entry = field("x-large", &"l".repeat(3000));
+        entry[0] = 0x40;
+        head.extend(entry);
+        head.extend([0xbe; REFERENCES]);
+        let request = frame(HEADERS, END_HEADERS | END_STREAM, 1, &head);
+        Box::new(std::iter::once(request))
+    })
+    .await?;
+    for end in ends {
+        // 24 MB of head are refused, one way or the other.
+        ensure!(!end.is_stalled, "{end:?}");
+    }
+    ensure!(context.seen.take().is_empty(), "an engine was asked");
+    Ok(())
+}
+
+/// Frames that want an answer, while nothing is read: what waits to be sent must not pile up.
+pub(super) async fn unread_answers(context: &AbuseContext) -> anyhow::Result<()> {
+    for kind in [SETTINGS, PING] {
+        let ends = each(context, FloodUntil::Unread, || {
+            let payload: &[u8] = if kind == PING { b"whatever" } else { &[] };
+            // Far more than sockets hold.
+            let one = frame(kind, 0, 0, payload);
+            let frames = (0..FRAMES * context.scale).map(move |_| one.repeat(64));
+            Box::new(frames)
+        })
+        .await?;
+        for end in ends {
+            ensure!(end.sent < FRAMES * context.scale, "all were taken: {end:?}");
+        }
+    }
+    Ok(())
+}
+
+/// The same while answers are read, and frames that nobody answers.
+pub(super) async fn control_frames(context: &AbuseContext) -> anyhow::Result<()> {
+    let kinds: [(u8, u32, &[u8]); 4] = [
+        (SETTINGS, 0, &[]),
+        (PING, 0, b"whatever"),
+        (PRIORITY, 1, &[0, 0, 0, 0, 16]),
+        (WINDOW_UPDATE, 0, &[0, 0, 0, 1]),
+    ];
+    for (kind, stream, payload) in kinds {
+        let ends = each(context, FloodUntil::Ping, || {
+            let one = frame(kind, 0, stream, payload);
+            Box::new((0..FRAMES * context.scale).map(move |_| one.clone()))
+        })
+        .await?;
+        for end in ends {
+            ensure!(!end.is_stalled, "frames of kind {kind}: {end:?}");
+        }
+    }
+    Ok(())
+}
+
+/// A body of frames without a byte in them.
+pub(super) async fn empty_data(context: &AbuseContext) -> anyhow::Result<()> {
+    let ends = each(context, FloodUntil::Ping, || {
+        let head = frame(HEADERS, END_HEADERS, 1, &chat_fields(&key(ATTACKER), &[]));
+        let empty = frame(DATA, 0, 1, &[]);
+        let frames = (0..FRAMES * context.scale).map(move |_| empty.clone());
+        Box::new(std::iter::once(head).chain(frames))
+    })
+    .await?;
+    for end in ends {
+        ensure!(!end.is_stalled, "{end:?}");
+    }
+    Ok(())
+}
+
+/// Heads that HTTP/2 does not allow: nothing of them reaches an engine.
+pub(super) async fn forbidden_fields(context: &AbuseContext) -> anyhow::Result<()> {
+    let bodies = [
+        ("x-evil", "a\r\nx-injected: 1"),
+        ("x-evil", "a\nb"),
+        ("x-evil", "a\0b"),
+        ("x-evil\r\nx-injected", "1"),
+        ("X-Evil", "upper case"),
+        ("transfer-encoding", "chunked"),
+        ("connection", "keep-alive"),
+        ("content-length", "7"),
+        (":path", "/v1/completions"),
+        (":method", "GET\r\n"),
+    ];
+    for forbidden in bodies {
+        let ends = each(context, FloodUntil::Answer, || {
+            let head = chat_fields(&key(ATTACKER), &[forbidden]);
+            let mut request = frame(HEADERS, END_HEADERS, 1, &head);
+            request.extend(frame(DATA, END_STREAM, 1, &chat_body("hello", false)));
+            Box::new(std::iter::once(request))
+        })
+        .await?;
+        let seen = context.seen.take();
+        ensure!(seen.is_empty(), "{forbidden:?} reached an engine: {seen:?}");
+        for end in ends {
+            // An answer says that it is no request.
+            ensure!(!end.is_stalled, "{forbidden:?}: {end:?}");
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,254 @@
+//! Attacks on a cluster of real processes, one after the other, in the clear and with TLS and keys.
+//!
+//! Beside each an honest client asks every replica and must be answered. Afterwards memory,
+//! descriptors, tasks and connections must be what they were, and every attack says itself what
+//! must have come of it: the status, the close, what engines may have seen.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | `frames`, `floods` | HTTP/2 by hand, and floods of it |
+//! | `slow` | slow heads, handshakes, bodies and readers; connections beyond the limit |
+//! | `shapes` | smuggled requests, injected headers |
+//! | `names` | a million users |
+//! | `engines` | engines that mean no good |
+
+mod context;
+mod engine;
+mod engines;
+mod floods;
+mod frames;
+mod honest;
+mod names;
+mod shapes;
+mod slow;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use tokio::time::Instant;
+
+use crate::kinds::kinds;
+use crate::processes::figures::ProcessFigures;
+use crate::processes::{ClusterOptions, ProcessCluster, until};
+use context::AbuseContext;
+use engine::{AbuseEngine, MODEL};
+use honest::{HonestClient, HonestCounts};
+
+/// Descriptors that a replica may have.
+const DESCRIPTORS: u32 = 1024;
+/// Connections that a replica takes: fewer than a crowd has.
+const CONNECTIONS_MAX: usize = 250;
+/// How long an answer may wait for its client.
+const UNTAKEN: Duration = Duration::from_secs(3);
+/// Bytes by which the largest replica may have grown, over one attack and with what allocators keep.
+const GROWN_BYTES_MAX: u64 = 96 << 20;
+/// Descriptors and tasks beside those there were before: connections to engines and of probes.
+const GROWN_MAX: u64 = 16;
+
+kinds! {
+    /// A way to attack.
+    #[derive(serde::Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum AttackKind;
+    RapidReset "rapid-reset" "HTTP/2 streams with whole requests, each reset at once";
+    Continuations "continuations" "HTTP/2 heads that never end, of full and of empty frames";
+    Unpacked "unpacked" "an HTTP/2 head that unpacks to 24 MB";
+    UnreadAnswers "unread-answers" "SETTINGS and PING while nothing of the answers is read";
+    ControlFrames "control-frames" "SETTINGS, PING, PRIORITY and WINDOW_UPDATE without end";
+    EmptyData "empty-data" "an HTTP/2 body of empty frames";
+    ForbiddenFields "forbidden-fields" "HTTP/2 heads with CR, LF, NUL, lengths that lie, two paths";
+    SlowHeads "slow-heads" "heads that come a byte at a time";
+    SlowBodies "slow-bodies" "bodies that come a byte at a time";
+    SlowHellos "slow-hellos" "TLS handshakes that never end";
+    SlowReaders "slow-readers" "long answers of which nothing is read";
+    Handshakes "handshakes" "TLS handshakes one after the other, some left in the middle";
+    Crowd "crowd" "more connections than limits.max_connections, from one address and from many";
+    Smuggling "smuggling" "lengths and chunks that two servers read differently";
+    Injection "injection" "CR, LF and escapes in names, models and keys of caches";
+    Names "names" "another user name with every request";
+    Engines "engines" "engines without end, with absurd usage, redirects and early answers";
+}
+
+/// What attacks are run with.
+#[derive(Debug, Clone)]
+pub struct AbuseOptions {
+    /// Whether there is TLS everywhere, a token and keys.
+    pub is_secure: bool,
+    /// Which; all when empty.
+    pub only: Vec<AttackKind>,
+    /// How many times as large as in a test.
+    pub scale: usize,
+}
+
+/// What came of an attack.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct AttackReport {
+    /// Which.
+    pub kind: AttackKind,
+    /// How long it took.
+    pub took: Duration,
+    /// How its parts ended.
+    pub ends: BTreeMap<String, u64>,
+    /// Requests of the honest client that were answered meanwhile.
+    pub honest: u64,
+    /// The longest of these took so long.
+    pub honest_longest: Duration,
+    /// Bytes by which the largest replica has grown.
+    pub grown_bytes: u64,
+    /// What did not hold.
+    pub violation: Option<String>,
+}
+
+/// Runs attacks against a cluster of its own, each after the one before has left no trace.
+///
+/// # Errors
+/// When the cluster cannot be started; what does not hold is in the reports.
+pub async fn run(
+    options: &AbuseOptions,
+    say: impl Fn(&AttackReport),
+) -> anyhow::Result<Vec<AttackReport>> {
+    node::descriptors::raise();
+    let engine = AbuseEngine::start().await.context("start an engine")?;
+    let cluster = ProcessCluster::start(cluster_options(&engine, options.is_secure)).await?;
+    let mut reports = Vec::new();
+    for kind in AttackKind::ALL {
+        if !options.only.is_empty() && !options.only.contains(kind) {
+            continue;
+        }
+        let context = Arc::new(AbuseContext {
+            data: (0..cluster.replicas())
+                .map(|it| cluster.data_addr(it))
+                .collect(),
+            access: cluster.access(),
+            seen: Arc::clone(&engine.seen),
+            scale: options.scale.max(1),
+            ends: Mutex::default(),
+        });
+        let report = one(&cluster, &context, *kind).await?;
+        say(&report);
+        reports.push(report);
+    }
+    if reports.iter().all(|report| report.violation.is_none()) {
+        cluster.stop();
+    }
+    Ok(reports)
+}
+
+async fn one(
+    cluster: &ProcessCluster,
+    context: &Arc<AbuseContext>,
+    kind: AttackKind,
+) -> anyhow::Result<AttackReport> {
+    let before = ProcessFigures::of(cluster).await?;
+    context.seen.take();
+    let began = Instant::now();
+    // What engines saw must be the attack's alone where it is looked at.
+    let is_alone = matches!(
+        kind,
+        AttackKind::Smuggling
+            | AttackKind::Injection
+            | AttackKind::ForbiddenFields
+            | AttackKind::Unpacked
+    );
+    let honest = |access| HonestClient::start(context.data.clone(), access);
+    let beside = (!is_alone).then(|| honest(context.access.clone()));
+    let attacked = attack(context, kind).await;
+    let took = began.elapsed();
+    let counts = match beside {
+        Some(client) => client.stop().await?,
+        None => HonestCounts::default(),
+    };
+    let judged = judge(cluster, (before, &counts), is_alone).await;
+    let after = ProcessFigures::of(cluster).await?;
+    let violation = attacked.and(judged).err().map(|error| format!("{error:#}"));
+    let ends = context.ends.lock().expect("nobody panics with it").clone();
+    Ok(AttackReport {
+        kind,
+        took,
+        ends,
+        honest: counts.answered,
+        honest_longest: counts.longest,
+        grown_bytes: after.rss_bytes.saturating_sub(before.rss_bytes),
+        violation,
+    })
+}
+
+async fn attack(context: &Arc<AbuseContext>, kind: AttackKind) -> anyhow::Result<()> {
+    match kind {
+        AttackKind::RapidReset => floods::rapid_reset(context).await,
+        AttackKind::Continuations => floods::continuations(context).await,
+        AttackKind::Unpacked => floods::unpacked(context).await,
+        AttackKind::UnreadAnswers => floods::unread_answers(context).await,
+        AttackKind::ControlFrames => floods::control_frames(context).await,
+        AttackKind::EmptyData => floods::empty_data(context).await,
+        AttackKind::ForbiddenFields => floods::forbidden_fields(context).await,
+        AttackKind::SlowHeads => slow::heads(context).await,
+        AttackKind::SlowBodies => slow::bodies(context).await,
+        AttackKind::SlowHellos => slow::hellos(context).await,
+        AttackKind::SlowReaders => slow::readers(context).await,
+        AttackKind::Handshakes => slow::handshakes(context).await,
+        AttackKind::Crowd => slow::crowd(context).await,
+        AttackKind::Smuggling => shapes::smuggling(context).await,
+        AttackKind::Injection => shapes::injection(context).await,
+        AttackKind::Names => names::made_up(context).await,
+        AttackKind::Engines => engines::hostile(context).await,
+    }
+}
+
+/// What must hold after every attack.
+async fn judge(
+    cluster: &ProcessCluster,
+    (before, honest): (ProcessFigures, &HonestCounts),
+    is_alone: bool,
+) -> anyhow::Result<()> {
+    if let Some(failure) = &honest.failure {
+        anyhow::bail!("the honest client was not served: {failure}");
+    }
+    ensure!(
+        is_alone || honest.answered > 0,
+        "the honest client had no turn"
+    );
+    let last = std::cell::RefCell::new(before);
+    let back = until(
+        "memory, descriptors, tasks and connections are back",
+        async || {
+            let now = ProcessFigures::of(cluster).await?;
+            last.replace(now);
+            Ok(now.rss_bytes <= before.rss_bytes + GROWN_BYTES_MAX
+                && now.descriptors <= before.descriptors + GROWN_MAX
+                && now.tasks <= before.tasks + GROWN_MAX
+                && now.connections <= before.connections
+                && now.in_flight == 0)
+        },
+    );
+    let back = back.await;
+    back.with_context(|| format!("before {before:?}, then {:?}", last.borrow()))?;
+    for number in cluster.up() {
+        cluster.wait_ready(number).await?;
+    }
+    Ok(())
+}
+
+/// Options live as long as the program: there are few clusters in it.
+fn cluster_options(engine: &AbuseEngine, is_secure: bool) -> ClusterOptions {
+    let config = format!(
+        "[limits]\nmax_connections = {CONNECTIONS_MAX}\n\n\
+         [timeouts]\nbody_idle = \"500ms\"\nuntaken = \"{}s\"\nheld_back = \"2s\"\n\
+         first_byte = \"8s\"\n\n\
+         [drain]\ndns_ttl = \"500ms\"\n",
+        UNTAKEN.as_secs()
+    );
+    ClusterOptions {
+        engines: 0,
+        outside_engines: vec![engine.at].leak(),
+        is_secure,
+        backend_config: format!("models = [{MODEL:?}]\ncapacity_blocks = 1000").leak(),
+        // Limits per client address hold for those of loopback, too.
+        users_config: "trusted_proxies = [\"::1\"]",
+        config: config.leak(),
+        descriptors: Some(DESCRIPTORS),
+        ..ClusterOptions::default()
+    }
+}

@@ -1,0 +1,202 @@
+//! Those who hold what they have: heads, handshakes and bodies that hardly come, answers that
+//! nobody takes, and connections beyond what there is room for.
+
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use http::StatusCode;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, split};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::context::{ATTACKER, AbuseContext, FROM, PATIENCE};
+use crate::processes::access::{ClientAccess, key};
+use crate::wire;
+
+/// Slow connections to each replica.
+const SLOW: usize = 40;
+/// From one byte to the next: of what must be over in a time, and of bodies, whose pauses count.
+const DRIP: Duration = Duration::from_millis(200);
+const DRIP_OF_BODY: Duration = Duration::from_secs(1);
+/// Longest that a slow one is borne with.
+const BORNE: Duration = Duration::from_secs(45);
+/// Answers to each replica of which nothing is read.
+const UNREAD: usize = 8;
+/// Handshakes to each replica, and how many at a time.
+const HANDSHAKES: (usize, usize) = (150, 16);
+/// Connections to each replica beyond what it has room for.
+pub(super) const CROWD: usize = 400;
+
+/// Drips bytes until the other side closes; answers what it said.
+async fn drip<S: AsyncRead + AsyncWrite>(
+    stream: S,
+    begin: Vec<u8>,
+    (drop, pause): (u8, Duration),
+) -> anyhow::Result<String> {
+    let (mut read, mut write) = split(stream);
+    let dripping = async {
+        write.write_all(&begin).await?;
+        loop {
+            write.write_all(&[drop]).await?;
+            write.flush().await?;
+            sleep(pause).await;
+        }
+    };
+    let said = async {
+        let mut said = Vec::new();
+        // A reset is an end, too.
+        let _ = read.read_to_end(&mut said).await;
+        said
+    };
+    let ended = timeout(BORNE, async {
+        tokio::pin!(said, dripping);
+        tokio::select! {
+            biased;
+            said = &mut said => said,
+            // It shows in what is read.
+            _broken = &mut dripping => { let _: std::io::Result<()> = _broken; said.await }
+        }
+    });
+    let said = ended.await.context("it was borne with to the end")?;
+    Ok(String::from_utf8_lossy(&said).into_owned())
+}
+
+/// Drips from many connections at once; each must be let go, with one of these statuses or none.
+async fn drips(
+    context: &AbuseContext,
+    access: &ClientAccess,
+    (begin, drop): (Vec<u8>, (u8, Duration)),
+    statuses: &[&str],
+) -> anyhow::Result<()> {
+    let mut all = JoinSet::new();
+    for to in &context.data {
+        for _ in 0..SLOW * context.scale {
+            let (to, begin, access) = (*to, begin.clone(), access.clone());
+            all.spawn(async move {
+                let socket = wire::connect(FROM.into(), to).await?;
+                let secured = timeout(PATIENCE, access.secure(socket, to)).await;
+                match secured.context("no handshake in time")? {
+                    Ok(stream) => drip(stream, begin, drop).await,
+                    Err(_) => Ok(String::new()),
+                }
+            });
+        }
+    }
+    while let Some(ended) = all.join_next().await {
+        let said = ended??;
+        let status = said.split(' ').nth(1).unwrap_or_default();
+        let is_expected = said.is_empty() || statuses.contains(&status);
+        ensure!(is_expected, "answered {said:?}");
+        context.count(if said.is_empty() { "closed" } else { status });
+    }
+    Ok(())
+}
+
+/// A head that comes a byte at a time.
+pub(super) async fn heads(context: &AbuseContext) -> anyhow::Result<()> {
+    let begin = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-slow: ".to_vec();
+    drips(context, &context.access, (begin, (b'a', DRIP)), &["408"]).await
+}
+
+/// A body that comes a byte at a time, of somebody with a key.
+pub(super) async fn bodies(context: &AbuseContext) -> anyhow::Result<()> {
+    let begin = format!(
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n\
+         content-type: application/json\r\ncontent-length: 100000\r\n\r\n{{",
+        key(ATTACKER)
+    );
+    let drop = (begin.into_bytes(), (b' ', DRIP_OF_BODY));
+    drips(context, &context.access, drop, &["408"]).await
+}
+
+/// The beginning of a handshake that comes a byte at a time. In the clear it is no HTTP.
+pub(super) async fn hellos(context: &AbuseContext) -> anyhow::Result<()> {
+    // A record of 512 bytes with a ClientHello of 508.
+    let begin = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec();
+    let clear = ClientAccess::default();
+    drips(context, &clear, (begin, (0, DRIP)), &["400"]).await
+}
+
+/// Streams of which nothing is read.
+pub(super) async fn readers(context: &AbuseContext) -> anyhow::Result<()> {
+    let mut unread = Vec::new();
+    for replica in 0..context.data.len() {
+        for number in 0..UNREAD * context.scale {
+            let id = format!("fat.{number}");
+            let asked = context.ask(replica, &id, true);
+            let head = timeout(PATIENCE, asked).await.context("no answer")?;
+            let head = head.map_err(anyhow::Error::msg)?;
+            context.count(head.status.as_str());
+            if head.status == StatusCode::OK {
+                unread.push(head);
+            }
+        }
+    }
+    // Whoever takes nothing is left after a while; the sockets still have some of it.
+    sleep(2 * super::UNTAKEN).await;
+    for mut head in unread {
+        let read = timeout(BORNE, async {
+            while let Ok(Some(_)) = head.piece().await {}
+        });
+        read.await.context("an unread answer was kept")?;
+    }
+    Ok(())
+}
+
+/// Handshakes, one after the other, that nothing follows.
+pub(super) async fn handshakes(context: &AbuseContext) -> anyhow::Result<()> {
+    let (count, at_once) = HANDSHAKES;
+    let mut all = JoinSet::new();
+    for to in &context.data {
+        for _ in 0..at_once {
+            let (to, access) = (*to, context.access.clone());
+            let count = count * context.scale / at_once;
+            all.spawn(async move {
+                let mut done = 0;
+                for _ in 0..count {
+                    let socket = wire::connect(FROM.into(), to).await?;
+                    // Every other one goes away in the middle.
+                    let limit = Duration::from_millis(if done % 2 == 0 { 5000 } else { 1 });
+                    let _ = timeout(limit, access.secure(socket, to)).await;
+                    done += 1;
+                }
+                anyhow::Ok(done)
+            });
+        }
+    }
+    while let Some(ended) = all.join_next().await {
+        for _ in 0..ended?? {
+            context.count("begun");
+        }
+    }
+    Ok(())
+}
+
+/// More connections than there is room for, from one address and then from many.
+pub(super) async fn crowd(context: &AbuseContext) -> anyhow::Result<()> {
+    for addresses in [1_u8, 8] {
+        let mut held = Vec::new();
+        for to in &context.data {
+            for number in 0..CROWD {
+                let last = u8::try_from(number % usize::from(addresses)).unwrap_or(0);
+                let from = Ipv4Addr::new(127, 0, 10, 1 + last);
+                match wire::connect(from.into(), *to).await {
+                    Ok(socket) => held.push(socket),
+                    Err(_) => context.count("not connected"),
+                }
+            }
+        }
+        let mut open = 0;
+        for socket in &mut held {
+            // Who was not let in, or had to make room, reads an end.
+            let mut said = [0; 64];
+            let read = timeout(Duration::from_millis(1), socket.read(&mut said));
+            open += usize::from(read.await.is_err());
+        }
+        let room = super::CONNECTIONS_MAX * context.data.len();
+        ensure!(open <= room, "{open} are open, {room} fit");
+        context.count(format!("{open} held from {addresses} addresses"));
+    }
+    Ok(())
+}

@@ -1,0 +1,39 @@
+//! Attacks on three replicas with TLS and keys, and those that TLS makes a difference to in the clear:
+//! a bounded run of the program `abuse`.
+
+use anyhow::ensure;
+use chaos_tests::abuse::{self, AbuseOptions, AttackKind};
+
+/// What is read before there is TLS, or without it.
+const IN_THE_CLEAR: &[AttackKind] = &[
+    AttackKind::RapidReset,
+    AttackKind::Continuations,
+    AttackKind::UnreadAnswers,
+    AttackKind::ForbiddenFields,
+    AttackKind::SlowHellos,
+    AttackKind::Crowd,
+    AttackKind::Smuggling,
+    AttackKind::Injection,
+];
+
+async fn attacked(is_secure: bool, only: &[AttackKind]) -> anyhow::Result<()> {
+    let options = AbuseOptions {
+        is_secure,
+        only: only.to_vec(),
+        scale: 1,
+    };
+    let reports = abuse::run(&options, |report| println!("{report:?}")).await?;
+    let violated: Vec<_> = reports
+        .iter()
+        .filter_map(|report| Some((report.kind.name(), report.violation.as_ref()?)))
+        .collect();
+    ensure!(violated.is_empty(), "{violated:#?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn attacks_leave_no_trace() -> anyhow::Result<()> {
+    // One after the other: the honest client has to be served beside them.
+    attacked(true, &[]).await?;
+    attacked(false, IN_THE_CLEAR).await
+}
