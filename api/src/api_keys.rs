@@ -5,8 +5,8 @@
 //! form is the cluster's or nobody's, so that a revoked key is refused wherever keys are not checked
 //! otherwise, and a list in a file cannot bring it back.
 
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -85,19 +85,14 @@ pub enum WhenStale {
     Refuse,
 }
 
-/// How old this replica's list of keys may be. It is current while a leader with a quorum is heard:
-/// what was committed arrives within one of its heartbeats.
-#[derive(Debug)]
+/// How old this replica's list of keys may be: as old as the last word of a leader with a quorum
+/// whose commits, as of then, are all applied here.
 pub struct ListAge {
-    began: Instant,
-    /// Milliseconds since `began` at which the leader was lost, or one of the two below.
-    lost_ms: AtomicU64,
+    /// When that was; `None`: not since this replica started.
+    confirmed: Box<dyn Fn() -> Option<Instant> + Send + Sync>,
+    /// Up to which age the list is current: leaders are heard at intervals.
+    current_within: Duration,
 }
-
-/// The list is current.
-const CURRENT: u64 = u64::MAX;
-/// Nobody has confirmed the list since this replica started.
-const UNCONFIRMED: u64 = u64::MAX - 1;
 
 /// How old a list of keys may be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -113,51 +108,37 @@ pub enum KeyListAge {
 impl Default for ListAge {
     /// A list that is current.
     fn default() -> Self {
-        Self {
-            began: Instant::now(),
-            lost_ms: CURRENT.into(),
-        }
+        Self::of(Duration::ZERO, || Some(Instant::now()))
     }
 }
 
 impl ListAge {
-    /// A list that nobody has confirmed yet.
+    /// The age of a list that is current while `confirmed` was at most `current_within` ago.
     #[must_use]
-    pub fn unconfirmed() -> Self {
+    pub fn of(
+        current_within: Duration,
+        confirmed: impl Fn() -> Option<Instant> + Send + Sync + 'static,
+    ) -> Self {
         Self {
-            lost_ms: UNCONFIRMED.into(),
-            ..Self::default()
-        }
-    }
-
-    /// Takes note of whether the list is current at this moment.
-    pub fn note(&self, is_current: bool) {
-        if is_current {
-            self.lost_ms.store(CURRENT, Ordering::Relaxed);
-        } else {
-            // A list that is stale already has the age it has.
-            let lost = self.elapsed_ms();
-            let _was_stale =
-                self.lost_ms
-                    .compare_exchange(CURRENT, lost, Ordering::Relaxed, Ordering::Relaxed);
+            confirmed: Box::new(confirmed),
+            current_within,
         }
     }
 
     /// Returns how old the list may be.
     #[must_use]
     pub fn age(&self) -> KeyListAge {
-        match self.lost_ms.load(Ordering::Relaxed) {
-            CURRENT => KeyListAge::Current,
-            UNCONFIRMED => KeyListAge::Unknown,
-            lost_ms => {
-                let age_ms = self.elapsed_ms().saturating_sub(lost_ms);
-                KeyListAge::Known(Duration::from_millis(age_ms))
-            }
+        match (self.confirmed)().map(|at| at.elapsed()) {
+            None => KeyListAge::Unknown,
+            Some(age) if age <= self.current_within => KeyListAge::Current,
+            Some(age) => KeyListAge::Known(age),
         }
     }
+}
 
-    fn elapsed_ms(&self) -> u64 {
-        u64::try_from(self.began.elapsed().as_millis()).unwrap_or(UNCONFIRMED - 1)
+impl fmt::Debug for ListAge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ListAge").field(&self.age()).finish()
     }
 }
 
@@ -236,21 +217,18 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_list_grows_old_from_when_the_leader_was_lost() {
-        let list = ListAge::unconfirmed();
-        list.note(false);
+    async fn a_list_is_as_old_as_the_last_word_of_the_leader() {
+        let list = ListAge::of(Duration::from_millis(300), || None);
         assert_eq!(list.age(), KeyListAge::Unknown);
         assert!(list.age().is_stale(Duration::MAX));
-        list.note(true);
-        tokio::time::advance(Duration::from_secs(5)).await;
+        let heard = Instant::now();
+        let list = ListAge::of(Duration::from_millis(300), move || Some(heard));
+        tokio::time::advance(Duration::from_millis(300)).await;
         assert_eq!(list.age(), KeyListAge::Current);
-        list.note(false);
-        tokio::time::advance(Duration::from_secs(3)).await;
-        list.note(false);
+        assert!(!list.age().is_stale(Duration::ZERO));
+        tokio::time::advance(Duration::from_millis(2700)).await;
         assert_eq!(list.age(), KeyListAge::Known(Duration::from_secs(3)));
         assert!(!list.age().is_stale(Duration::from_secs(3)));
         assert!(list.age().is_stale(Duration::from_secs(2)));
-        list.note(true);
-        assert!(!list.age().is_stale(Duration::ZERO));
     }
 }

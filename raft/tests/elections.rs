@@ -194,3 +194,34 @@ fn disks_slower_than_election_timeouts_delay_an_election_and_do_not_prevent_it()
         }
     });
 }
+
+#[test]
+fn who_is_cut_off_knows_when_it_was_last_told_everything() {
+    led(9, 3, async |cluster, leader| {
+        let others = cluster.others(leader);
+        let (cut, other) = (cluster.replica(others[0]), cluster.replica(others[1]));
+        wait_until(|| cut.confirmed().is_some()).await;
+        for far in [leader, others[1]] {
+            cluster.world.cut(far, others[0]);
+            cluster.world.cut(others[0], far);
+        }
+        wait(cut, |status| !status.has_quorum).await;
+        // It notices after a lease, and was told nothing meanwhile.
+        let lease = Duration::from_millis(300);
+        let age = cut.confirmed().expect("it was told before").elapsed();
+        assert!(age >= lease, "{age:?}");
+        // For the others nothing has changed.
+        for replica in [cluster.replica(leader), other] {
+            let age = replica.confirmed().expect("it was told").elapsed();
+            assert!(age < lease, "{age:?}");
+        }
+    });
+}
+
+/// Waits for something that no status tells.
+async fn wait_until(wish: impl Fn() -> bool) {
+    let mut ticks = interval(Duration::from_millis(10));
+    while !wish() {
+        ticks.tick().await;
+    }
+}

@@ -184,14 +184,14 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings
 }
 
-/// Returns how keys of the cluster are judged, with a list that nobody has confirmed yet.
+/// Returns how keys of the cluster are judged, by a list of this age.
 #[must_use]
-pub(super) fn key_rules(users: &config::UsersConfig) -> KeyRules {
+pub(super) fn key_rules(users: &config::UsersConfig, list: ListAge) -> KeyRules {
     KeyRules {
         is_required: users.require_key,
         when_stale: users.when_stale,
         stale_after: *users.stale_after,
-        list: Arc::new(ListAge::unconfirmed()),
+        list: Arc::new(list),
     }
 }
 

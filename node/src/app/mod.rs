@@ -15,7 +15,6 @@ mod formats;
 pub(crate) mod fuzzing;
 mod judge;
 mod key_file;
-mod key_list;
 mod leadership;
 mod log_metrics;
 mod machine;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use api::admin::{self, Admin, CertifiedOperators, ReloadRequests};
-use api::api_keys::KeyRules;
+use api::api_keys::{KeyRules, ListAge};
 use api::backends::{EngineDialer, Hooks};
 use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
@@ -34,7 +34,7 @@ use super::shutdown::ShutdownHandle;
 use super::sockets::Addresses;
 use super::tls::ReplicaCertificates;
 use super::warmup::warm_up;
-use super::{events, formation, key_list};
+use super::{events, formation};
 use crate::config::{Config, DrainConfig, Parsed};
 use crate::process;
 
@@ -199,12 +199,13 @@ fn follow_files(core: &ReplicaCore, config: &Config, tls: &ReplicaCertificates) 
     }
 }
 
-/// How keys of the cluster are judged, by a list whose age is followed from here on.
+/// How keys of the cluster are judged. The list is current while a leader with a quorum is heard
+/// and what it has committed is applied here.
 fn key_rules(core: &ReplicaCore, config: &Config) -> KeyRules {
-    let rules = formation::key_rules(&config.users);
-    let (status, list) = (core.replica().watch(), Arc::clone(&rules.list));
-    core.beside(key_list::follow(status, list, core.stopping()));
-    rules
+    let replica = core.replica().clone();
+    let current_within = config.cluster.election_timeout.end;
+    let list = ListAge::of(current_within, move || replica.confirmed());
+    formation::key_rules(&config.users, list)
 }
 
 fn readiness(

@@ -16,18 +16,50 @@ pub(crate) struct LeaderContact(Mutex<ContactState>);
 struct ContactState {
     last: Option<(Instant, bool)>,
     catch_up: Option<LogId>,
+    /// The oldest contact, and the newest, whose commits are not known to be applied here.
+    unapplied: [Option<Contact>; 2],
+    /// The last contact whose commits are all applied here.
+    confirmed: Option<Instant>,
+}
+
+/// What a leader with a quorum had committed at a moment.
+#[derive(Debug, Clone, Copy)]
+struct Contact {
+    at: Instant,
+    committed: LogId,
 }
 
 impl LeaderContact {
     /// Records an append or heartbeat that was accepted.
     pub(crate) fn append(&self, leader: Vote, committed: Option<LogId>, has_quorum: bool) {
+        let at = Instant::now();
         let mut state = lock(&self.0);
-        state.last = Some((Instant::now(), has_quorum));
-        // An entry committed in the leader's own term covers everything committed before.
-        if state.catch_up.is_none()
-            && committed.is_some_and(|committed| committed.leader_id == leader.leader_id)
-        {
-            state.catch_up = committed;
+        state.last = Some((at, has_quorum));
+        let Some(committed) = own(leader, committed) else {
+            return;
+        };
+        state.catch_up.get_or_insert(committed);
+        if has_quorum {
+            state.note(Contact { at, committed });
+        }
+    }
+
+    /// Records that a quorum acknowledged this replica, which leads, at that moment.
+    pub(crate) fn led(&self, leader: Vote, committed: Option<LogId>, at: Instant) {
+        if let Some(committed) = own(leader, committed) {
+            lock(&self.0).note(Contact { at, committed });
+        }
+    }
+
+    /// Records how far the log is applied here.
+    pub(crate) fn applied(&self, applied: LogId) {
+        let mut state = lock(&self.0);
+        let [oldest, newest] = state.unapplied;
+        let is_applied = |contact: &Contact| contact.committed <= applied;
+        if let Some(contact) = newest.filter(is_applied) {
+            (state.confirmed, state.unapplied) = (Some(contact.at), [None, None]);
+        } else if let Some(contact) = oldest.filter(is_applied) {
+            (state.confirmed, state.unapplied) = (Some(contact.at), [newest, None]);
         }
     }
 
@@ -41,5 +73,78 @@ impl LeaderContact {
     /// What the leader had committed when this replica first heard it.
     pub(crate) fn catch_up(&self) -> Option<LogId> {
         lock(&self.0).catch_up
+    }
+
+    /// The last contact with a leader whose commits, as of that moment, are all applied here.
+    pub(crate) fn confirmed(&self) -> Option<Instant> {
+        lock(&self.0).confirmed
+    }
+}
+
+impl ContactState {
+    fn note(&mut self, contact: Contact) {
+        let [oldest, newest] = &mut self.unapplied;
+        match oldest {
+            None => *oldest = Some(contact),
+            Some(_) => *newest = Some(contact),
+        }
+    }
+}
+
+/// What is committed, if that is of the leader's own term: it covers everything committed before.
+fn own(leader: Vote, committed: Option<LogId>) -> Option<LogId> {
+    committed.filter(|committed| committed.leader_id == leader.leader_id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::LeaderId;
+
+    fn at(term: u64, index: u64) -> LogId {
+        LogId::new(LeaderId { term, node_id: 1 }, index)
+    }
+
+    /// Time since the contact that is confirmed, in milliseconds.
+    fn age_ms(contact: &LeaderContact) -> Option<u128> {
+        contact.confirmed().map(|at| at.elapsed().as_millis())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_contact_counts_once_what_was_committed_at_it_is_applied() {
+        let pass = |ms| tokio::time::advance(Duration::from_millis(ms));
+        let (contact, leader) = (LeaderContact::default(), Vote::new(2, 1));
+        // Nothing of the leader's own term is committed: it does not know yet how far others were.
+        contact.append(leader, Some(at(1, 3)), true);
+        contact.applied(at(1, 3));
+        assert_eq!(age_ms(&contact), None);
+        contact.append(leader, Some(at(2, 4)), false);
+        contact.applied(at(2, 4));
+        assert_eq!(age_ms(&contact), None, "the leader heard no quorum");
+        contact.append(leader, Some(at(2, 4)), true);
+        contact.applied(at(2, 4));
+        assert_eq!(age_ms(&contact), Some(0));
+        // Cut off. The first heartbeat after it tells of entries that are not here.
+        pass(5000).await;
+        contact.append(leader, Some(at(2, 9)), true);
+        contact.applied(at(2, 4));
+        assert_eq!(age_ms(&contact), Some(5000));
+        pass(50).await;
+        contact.append(leader, Some(at(2, 12)), true);
+        pass(50).await;
+        contact.applied(at(2, 9));
+        assert_eq!(age_ms(&contact), Some(100), "as of the first one");
+        contact.applied(at(2, 12));
+        assert_eq!(age_ms(&contact), Some(50));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_leader_is_confirmed_by_its_quorum() {
+        let (contact, leader) = (LeaderContact::default(), Vote::new(2, 1));
+        let acknowledged = Instant::now();
+        tokio::time::advance(Duration::from_millis(80)).await;
+        contact.led(leader, Some(at(2, 4)), acknowledged);
+        contact.applied(at(2, 4));
+        assert_eq!(age_ms(&contact), Some(80));
     }
 }

@@ -24,6 +24,7 @@ use bytes::Bytes;
 use openraft::async_runtime::WatchReceiver;
 use openraft::{Config as RaftConfig, SnapshotPolicy};
 use tokio::sync::{Mutex, Semaphore};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -195,6 +196,14 @@ impl Replica {
     #[must_use]
     pub fn watch(&self) -> watch::WatchReceiver<Status> {
         self.inner.status.subscribe()
+    }
+
+    /// The last moment at which this replica heard a leader with a quorum, or was acknowledged as
+    /// one, of which everything committed by then is applied here. `None`: there was none yet. A
+    /// leader that was deposed may be taken for one for as long as its lease.
+    #[must_use]
+    pub fn confirmed(&self) -> Option<Instant> {
+        self.inner.heard.confirmed()
     }
 
     /// The last log index that each peer told to have applied. Peers tell it some times a second;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use openraft::Instant as _;
 use openraft::ServerState;
+use tokio::time::Instant;
 
 use super::search::Search;
 use super::{Replica, ReplicaInner};
@@ -125,6 +126,7 @@ impl ReplicaInner {
         let leads = self.leads_with_quorum(&metrics);
         self.has_quorum
             .send_if_modified(|has_quorum| std::mem::replace(has_quorum, leads) != leads);
+        self.confirm(&metrics, leads);
         let status = self.status_of(&metrics, leads);
         self.status.send_if_modified(|old| {
             log_changes(old, &status);
@@ -140,14 +142,29 @@ impl ReplicaInner {
         if metrics.state != ServerState::Leader {
             return false;
         }
-        // The only voter is its own quorum, although nobody answers it.
-        let id = self.links.identity.id;
-        let is_alone = metrics
-            .membership_config
-            .voter_ids()
-            .all(|voter| voter == id);
         let acked = metrics.last_quorum_acked.as_ref();
-        is_alone || acked.is_some_and(|acked| acked.elapsed() <= self.lease())
+        self.is_alone(metrics) || acked.is_some_and(|acked| acked.elapsed() <= self.lease())
+    }
+
+    /// Whether this replica is the only voter: its own quorum, although nobody answers it.
+    fn is_alone(&self, metrics: &Metrics) -> bool {
+        let id = self.links.identity.id;
+        let mut voters = metrics.membership_config.voter_ids();
+        voters.all(|voter| voter == id)
+    }
+
+    /// Takes note of up to when everything committed is applied here.
+    fn confirm(&self, metrics: &Metrics, leads: bool) {
+        if leads {
+            let acked = metrics.last_quorum_acked.as_ref();
+            let acked = acked.filter(|_| !self.is_alone(metrics));
+            let age = acked.map_or(Duration::ZERO, |acked| acked.elapsed());
+            let at = Instant::now() - age;
+            self.heard.led(metrics.vote, metrics.cluster_committed, at);
+        }
+        if let Some(applied) = metrics.last_applied {
+            self.heard.applied(applied);
+        }
     }
 
     fn status_of(&self, metrics: &Metrics, leads: bool) -> Status {
