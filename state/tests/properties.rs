@@ -169,7 +169,7 @@ impl Pair {
 
 /// A write of an API key, valid or not.
 fn key_step() -> impl Strategy<Value = Step> {
-    let command = (0_u8..4, 0_u8..6, 0_u8..8, 0_u64..3_000).prop_map(|(what, id, secret, ms)| {
+    let command = (0_u8..5, 0_u8..6, 0_u8..8, 0_u64..3_000).prop_map(|(what, id, secret, ms)| {
         let secret = SecretHash([secret; 32]);
         let mut spec = common::key_spec(id);
         let id = spec.id;
@@ -180,6 +180,7 @@ fn key_step() -> impl Strategy<Value = Step> {
                 Command::CreateKey(Box::new(spec))
             }
             2 => Command::RevokeKey { id },
+            3 => Command::EndKey { id },
             _ => Command::RotateKey {
                 id,
                 secret,

@@ -11,6 +11,7 @@ use state::exact::{KvDoubt, KvMode, KvReason};
 use state::ids::{
     BackendRef, BlockHash, Incarnation, LogIndex, ReplicaId, RestoreId, SessionId, Slot,
 };
+use state::keys::{FoundKey, SecretHash};
 use state::prefix::user_key;
 use state::{AuditAction, RESTORE_IDLE_MS_MAX, RouterState};
 
@@ -541,4 +542,51 @@ fn the_bytes_of_its_commands_are_these() {
         common::init(),
     ));
     assert_eq!(before[0], state::codec::FORMAT_VERSION_COMMON);
+}
+
+/// Whether the key with this number is served.
+fn is_served(state: &RouterState, number: u8) -> bool {
+    let secret = common::key_spec(number).secret;
+    let found = state.view().keys().find(&secret, 1);
+    matches!(found, FoundKey::Live(_))
+}
+
+#[test]
+fn a_key_that_was_revoked_after_the_backup_stays_so() {
+    let mut driver = Driver::founded(common::found());
+    for number in 1..=3 {
+        let spec = common::key_spec(number);
+        driver.apply(1, Command::CreateKey(Box::new(spec)));
+    }
+    let backup = snapshot(&driver.state);
+    let id = common::key_spec(1).id;
+    assert_eq!(driver.apply(1, Command::EndKey { id }), Reply::Applied);
+    let rotate = Command::RotateKey {
+        id: common::key_spec(2).id,
+        secret: SecretHash([77; 32]),
+        grace_ms: 0,
+    };
+    assert_eq!(driver.apply(1, rotate), Reply::Applied);
+    let begin = Command::BeginRestoreOfKeys {
+        restore: RESTORE,
+        force: true,
+    };
+    assert_eq!(driver.apply(1, begin), Reply::Applied);
+    // As a member that joins in the middle of it has it.
+    assert_eq!(
+        restored(&snapshot(&driver.state)).digest(),
+        driver.state.digest()
+    );
+    for part in parts(&backup) {
+        driver.apply(1, part);
+    }
+    assert_eq!(driver.apply(1, finish(&backup)), Reply::Applied);
+    assert_eq!(driver.state.check(), Ok(()));
+    let served = [1, 2, 3].map(|number| is_served(&driver.state, number));
+    assert_eq!(served, [false, false, true]);
+    assert_eq!(driver.state.api_keys_len(), 2);
+    // Logs of earlier builds have what they had.
+    bring_in(&mut driver, &backup);
+    let served = [1, 2, 3].map(|number| is_served(&driver.state, number));
+    assert_eq!(served, [true; 3]);
 }

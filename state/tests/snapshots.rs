@@ -319,3 +319,23 @@ fn api_keys_survive_in_a_snapshot_of_version_5() {
     driver.apply(1, Command::RevokeKey { id });
     assert_eq!(snapshot(&driver.state)[8..10], [5, 0]);
 }
+
+#[test]
+fn revoked_api_keys_survive_in_a_snapshot_of_version_6() {
+    let mut driver = Driver::founded(common::found());
+    let spec = common::key_spec(7);
+    let id = spec.id;
+    driver.apply(1, Command::CreateKey(Box::new(spec)));
+    let before = driver.state.digest();
+    driver.apply(1, Command::EndKey { id });
+    let bytes = snapshot(&driver.state);
+    assert_eq!(bytes[8..10], [6, 0]);
+    let copy = restored(&bytes);
+    assert_eq!(copy.digest(), driver.state.digest());
+    assert_ne!(copy.digest(), before);
+    assert_eq!(copy.check(), Ok(()));
+    assert_eq!(snapshot(&copy), bytes);
+    assert_eq!((copy.api_keys_len(), copy.revoked_api_keys_len()), (0, 1));
+    let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
+    expect_test::expect!["5bbf615fe52c2543a16983eafa983c19"].assert_eq(&format!("{hash:032x}"));
+}

@@ -59,6 +59,10 @@ struct RestoreResponse {
     backends: usize,
     users: usize,
     blocks: u64,
+    /// API keys of the backup that are served, or will not be: they have expired.
+    api_keys: usize,
+    /// Keys that are known to have been revoked, and so were not taken over.
+    revoked_api_keys: usize,
 }
 
 pub(super) async fn restore(
@@ -100,7 +104,7 @@ async fn run(admin: &Admin, force: bool, body: &mut RestoreUpload) -> Result<Res
         ));
     }
     let restore = RestoreId(rand::random());
-    let begin = Command::BeginRestore { restore, force };
+    let begin = Command::BeginRestoreOfKeys { restore, force };
     committed(admin.cluster.submit(begin).await)?;
     tracing::info!(bytes = head.bytes, "restore started");
     let finished = match send(admin, restore, body).await {
@@ -169,6 +173,8 @@ async fn finish(
         backends: 0,
         users: 0,
         blocks: 0,
+        api_keys: 0,
+        revoked_api_keys: 0,
     };
     admin.cluster.with_state(&mut |state| {
         restored.applied_index = state.applied().0;
@@ -176,6 +182,8 @@ async fn finish(
         restored.backends = state.backends().count();
         restored.users = state.users_len();
         restored.blocks = state.owned_blocks_all();
+        restored.api_keys = state.api_keys_len();
+        restored.revoked_api_keys = state.revoked_api_keys_len();
     });
     let mut response = json(&restored);
     response.extensions_mut().insert(WriteIndex(index));

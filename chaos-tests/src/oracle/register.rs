@@ -71,12 +71,14 @@ impl RegisterKey {
             | Command::ExpireSession { .. }
             | Command::AssignReaders(_)
             | Command::BeginRestore { .. }
+            | Command::BeginRestoreOfKeys { .. }
             | Command::RestorePart { .. }
             | Command::FinishRestore { .. }
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. }
             | Command::CreateKey(_)
             | Command::RevokeKey { .. }
+            | Command::EndKey { .. }
             | Command::RotateKey { .. }
             | Command::PaceTime => return Vec::new(),
         }]

@@ -41,6 +41,15 @@ pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<()
     ))
 }
 
+/// Returns what to propose in place of `command` while not all members can read it, where there is
+/// such a thing: a key can be revoked at any time, and is then not remembered as revoked.
+pub(super) fn readable(command: Command, status: &dyn Fn() -> Status) -> Command {
+    match command {
+        Command::EndKey { id } if check(&command, status).is_err() => Command::RevokeKey { id },
+        command => command,
+    }
+}
+
 /// Whether all members have announced that they know this format.
 pub(super) fn all_know(status: &Status, format: u8) -> bool {
     status
@@ -58,7 +67,7 @@ fn known(member: &Member) -> u8 {
 #[cfg(test)]
 mod tests {
     use raft::Role;
-    use state::ids::RestoreId;
+    use state::ids::{ApiKeyId, RestoreId};
 
     use super::*;
 
@@ -109,6 +118,27 @@ mod tests {
             lacking.ends_with("log format 3 is not known to 2, 3"),
             "{lacking}"
         );
+    }
+
+    #[test]
+    fn a_restore_waits_for_all_members_to_read_every_backup_that_this_build_does() {
+        let restore = RestoreId(1);
+        let begin = Command::BeginRestoreOfKeys {
+            restore,
+            force: true,
+        };
+        let asked = |formats: &[Option<u8>]| check(&begin, &|| status(1, formats));
+        assert_eq!(asked(&[None, Some(FORMAT_VERSION)]), Ok(()));
+        assert!(asked(&[None, Some(FORMAT_VERSION - 1)]).is_err());
+        assert_eq!(u16::from(FORMAT_VERSION), state::SNAPSHOT_VERSION);
+    }
+
+    #[test]
+    fn a_key_is_revoked_also_among_earlier_builds() {
+        let id = ApiKeyId(1);
+        let told = |formats| readable(Command::EndKey { id }, &|| status(1, formats));
+        assert_eq!(told(&[None, Some(5)]), Command::RevokeKey { id });
+        assert_eq!(told(&[None, Some(6)]), Command::EndKey { id });
     }
 
     #[test]

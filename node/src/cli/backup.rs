@@ -125,6 +125,14 @@ pub(super) async fn restore(args: RestoreArgs) -> anyhow::Result<ExitCode> {
         text("digest"),
         text("applied_index"),
     ))?;
+    if answer["api_keys"].as_u64().is_some_and(|keys| keys > 0) {
+        terminal::print(format_args!(
+            "{} API keys are served as of the backup, but for what this cluster knows to have been \
+             revoked ({} keys); `quorate key list` shows them",
+            text("api_keys"),
+            text("revoked_api_keys"),
+        ))?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 

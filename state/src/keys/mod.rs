@@ -10,6 +10,7 @@
 
 mod maps;
 mod published;
+mod revoked;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -24,6 +25,7 @@ use crate::validate::{ensure, is_name};
 
 pub use crate::bounds::API_KEYS_MAX;
 pub use published::{FoundKey, KeysView};
+pub(crate) use revoked::RevokedKeys;
 pub(crate) use table::{Keys, KeysImage};
 
 /// Maximum total length of a key's models and scopes, in bytes.
@@ -120,6 +122,13 @@ pub struct FormerSecret {
 }
 
 impl ApiKey {
+    /// The key as people read of it: id, name and user.
+    #[must_use]
+    pub fn subject(&self) -> String {
+        let ApiKeySpec { id, name, user, .. } = &self.spec;
+        format!("{id}: {name:?} of {user:?}")
+    }
+
     /// Whether the key has expired, whatever its secret.
     #[must_use]
     pub fn is_expired(&self, calendar_ms: u64) -> bool {

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::maps::{KeysById, KeysBySecret};
-use super::{API_KEYS_MAX, ApiKey, ApiKeySpec, FormerSecret, GRACE_MS_MAX, KeysView, SecretHash};
+use super::{
+    API_KEYS_MAX, ApiKey, ApiKeySpec, FormerSecret, GRACE_MS_MAX, KeysView, RevokedKeys, SecretHash,
+};
 use crate::cow::CowMap;
 use crate::encoding;
 use crate::ids::ApiKeyId;
@@ -20,6 +22,8 @@ const KEYS_PER_PIECE: usize = 4096;
 pub(crate) struct Keys {
     by_id: KeysById,
     by_secret: KeysBySecret,
+    /// Keys that were here.
+    revoked: RevokedKeys,
     /// Wrapping sum of the keys' hashes.
     digest: u128,
     keys_max: usize,
@@ -42,6 +46,7 @@ impl Keys {
         Self {
             by_id: CowMap::new(),
             by_secret: CowMap::new(),
+            revoked: RevokedKeys::with_max(keys_max),
             digest: 0,
             keys_max,
             is_changed: false,
@@ -49,12 +54,34 @@ impl Keys {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.by_id.len() == 0
+        self.len() == 0
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.by_id.len()
     }
 
     /// Returns the wrapping sum of the keys' hashes.
-    pub(crate) fn digest(&self) -> u128 {
+    #[cfg(test)]
+    pub(super) fn digest(&self) -> u128 {
         self.digest
+    }
+
+    /// Appends the keys' part of the digest input.
+    pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
+        if !self.is_empty() {
+            encoding::append_bytes(&self.digest, bytes);
+        }
+        self.revoked.append_digest(bytes);
+    }
+
+    /// Returns the keys that were revoked and are remembered.
+    pub(crate) fn revoked(&self) -> &RevokedKeys {
+        &self.revoked
+    }
+
+    pub(crate) fn get(&self, id: ApiKeyId) -> Option<&Arc<ApiKey>> {
+        self.by_id.get(&id)
     }
 
     /// Adds a key. If the table is full, a key that has expired makes room.
@@ -65,7 +92,7 @@ impl Keys {
             "expires_at",
             "a time to come",
         )?;
-        let is_taken = self.by_id.get(&spec.id).is_some();
+        let is_taken = self.by_id.get(&spec.id).is_some() || self.revoked.contains(spec.id);
         if is_taken || self.by_secret.get(&spec.secret).is_some() {
             return Err(Rejection::KeyTaken { id: spec.id });
         }
@@ -87,6 +114,32 @@ impl Keys {
         match self.remove(id) {
             Some(_) => Ok(()),
             None => Err(Rejection::UnknownKey { id }),
+        }
+    }
+
+    /// Removes a key for good: a restore does not bring it back.
+    pub(crate) fn end(&mut self, id: ApiKeyId, calendar_ms: u64) -> Result<(), Rejection> {
+        self.revoke(id)?;
+        self.revoked.insert(id, calendar_ms);
+        Ok(())
+    }
+
+    /// Takes over what `current`, whose place these keys of a backup take, knows to have ended: keys
+    /// that were revoked, and secrets that a rotation replaced.
+    pub(crate) fn keep_revocations(&mut self, current: &Self) {
+        for (id, at_ms) in current.revoked.iter() {
+            self.remove(id);
+            self.revoked.insert(id, at_ms);
+        }
+        for (id, key) in current.by_id.iter() {
+            let is_later = |own: &Arc<ApiKey>| own.rotated_at_ms <= key.rotated_at_ms;
+            if !self.by_id.get(id).is_some_and(is_later) {
+                continue;
+            }
+            self.remove(*id);
+            if self.is_free(key) {
+                self.put(ApiKey::clone(key));
+            }
         }
     }
 
@@ -150,15 +203,30 @@ impl Keys {
             key.spec
                 .validate()
                 .map_err(|reject| format!("key {id}: {reject}"))?;
-            let mut secrets = key.secrets();
-            let is_free = self.by_id.get(&id).is_none()
-                && secrets.all(|secret| self.by_secret.get(&secret).is_none());
-            if !is_free || self.by_id.len() >= self.keys_max {
+            if !self.is_free(&key) || self.by_id.len() >= self.keys_max {
                 return Err(format!("key {id} stands twice, or is one too many"));
             }
             self.put(key);
         }
         Ok(())
+    }
+
+    /// Adds the revoked keys of one piece, or describes its fault. Keys come before them.
+    pub(crate) fn restore_revoked(&mut self, bytes: &[u8]) -> Result<(), String> {
+        self.revoked.restore_piece(bytes)?;
+        match self.revoked.iter().find(|(id, _)| self.get(*id).is_some()) {
+            Some((id, _)) => Err(format!("key {id} was revoked and is there")),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether id and secrets of a key are nobody's, and were nobody's.
+    fn is_free(&self, key: &ApiKey) -> bool {
+        let id = key.spec.id;
+        let mut secrets = key.secrets();
+        self.by_id.get(&id).is_none()
+            && !self.revoked.contains(id)
+            && secrets.all(|secret| self.by_secret.get(&secret).is_none())
     }
 
     /// Whether a view shows these keys.
@@ -173,6 +241,9 @@ impl Keys {
             if key.spec.id != *id {
                 return Err(format!("key {} stands at {id}", key.spec.id));
             }
+            if self.revoked.contains(*id) {
+                return Err(format!("key {id} was revoked and is there"));
+            }
             let mut secrets = key.secrets();
             if secrets.any(|secret| rebuilt.by_secret.get(&secret).is_some()) {
                 return Err(format!("a secret of key {id} leads to another key, too"));
@@ -184,6 +255,9 @@ impl Keys {
         }
         if !rebuilt.by_secret.iter().eq(self.by_secret.iter()) {
             return Err("the index of secrets differs from the keys".to_owned());
+        }
+        if !self.revoked.is_sound() {
+            return Err("the revoked keys differ from their digest".to_owned());
         }
         if rebuilt.digest != self.digest {
             return Err("the digest of keys differs from the keys".to_owned());

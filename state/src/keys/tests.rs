@@ -117,6 +117,62 @@ fn a_rotated_key_takes_both_secrets_for_the_grace() {
     keys.check().unwrap();
 }
 
+#[test]
+fn a_restore_revives_neither_a_key_nor_a_secret() {
+    let mut keys = Keys::default();
+    for id in 1..=4 {
+        keys.create(spec(id, id as u8, None), NOW_MS).unwrap();
+    }
+    let id = |id| spec(id, 0, None).id;
+    keys.end(id(4), NOW_MS).unwrap();
+    let copy = |keys: &Keys| {
+        let mut copy = Keys::default();
+        for piece in keys.freeze().pieces() {
+            copy.restore_piece(&piece).unwrap();
+        }
+        for piece in keys.revoked().pieces() {
+            copy.restore_revoked(&piece).unwrap();
+        }
+        let digest_of = |keys: &Keys| {
+            let mut bytes = Vec::new();
+            keys.append_digest(&mut bytes);
+            bytes
+        };
+        assert_eq!(digest_of(&copy), digest_of(keys));
+        copy
+    };
+    let mut backup = copy(&keys);
+    keys.end(id(1), NOW_MS + 1).unwrap();
+    keys.rotate(id(2), secret(12), 0, NOW_MS + 2).unwrap();
+    keys.create(spec(5, 5, None), NOW_MS + 3).unwrap();
+    backup.keep_revocations(&keys);
+    backup.check().unwrap();
+    let found = |number| backup.view().find(&secret(number), NOW_MS + 4);
+    for ended in [1, 2, 4, 5] {
+        assert_eq!(found(ended), FoundKey::Unknown, "{ended}");
+    }
+    for live in [3, 12] {
+        assert!(matches!(found(live), FoundKey::Live(_)), "{live}");
+    }
+    // It is remembered from one restore to the next.
+    assert_eq!(backup.revoked().len(), 2);
+    let again = backup.create(spec(1, 21, None), NOW_MS);
+    assert_eq!(again, Err(Rejection::KeyTaken { id: id(1) }));
+}
+
+#[test]
+fn the_key_that_was_revoked_first_is_forgotten_first() {
+    let mut keys = Keys::with_max(2);
+    for (id, at_ms) in [(1, NOW_MS + 2), (2, NOW_MS + 1), (3, NOW_MS + 3)] {
+        keys.create(spec(id, id as u8, None), NOW_MS).unwrap();
+        keys.end(spec(id, 0, None).id, at_ms).unwrap();
+    }
+    keys.check().unwrap();
+    let again = |keys: &mut Keys, id| keys.create(spec(id, 9, None), NOW_MS);
+    assert_eq!(again(&mut keys, 2), Ok(()));
+    assert!(again(&mut keys, 1).is_err() && again(&mut keys, 3).is_err());
+}
+
 proptest! {
     #[test]
     fn the_index_leads_to_the_keys_and_an_image_restores_them(

@@ -210,6 +210,21 @@ pub enum Command {
         /// [`GRACE_MS_MAX`](crate::keys::GRACE_MS_MAX).
         grace_ms: u64,
     },
+    /// Like [`Command::RevokeKey`], and remembers the key, so that no restore brings it back. Format
+    /// version 6.
+    EndKey {
+        /// Id of the key.
+        id: ApiKeyId,
+    },
+    /// Like [`Command::BeginRestore`], and what the current state knows to have ended of API keys
+    /// stays so. As the backup may be of any format, this is only for clusters all of whose members
+    /// know the newest. Format version 6.
+    BeginRestoreOfKeys {
+        /// Id of the restore.
+        restore: RestoreId,
+        /// Whether to replace a state that is not empty.
+        force: bool,
+    },
 }
 
 /// What a cluster is founded with.

@@ -25,7 +25,7 @@
 //! - **I74** Learned bytes per token stay within their bounds, as do their number and their weight.
 //! - **I75** Block sizes stay within their bounds and belong to registered backends.
 //! - **I100** Every secret of an API key leads to that key and to no other, in the table and as
-//!   published, and there are no more keys than there may be.
+//!   published, there are no more keys than there may be, and none whose id was revoked.
 //! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
 //! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests

@@ -24,6 +24,14 @@ impl RouterState {
         Ok(())
     }
 
+    /// Revokes a key so that no restore brings it back.
+    pub(super) fn end_key(&mut self, origin: &Origin, id: ApiKeyId) -> Result<(), Rejection> {
+        let subject = self.key_subject(id);
+        self.keys.end(id, self.time.stamped_ms)?;
+        self.note(origin, AuditAction::RevokeKey, subject);
+        Ok(())
+    }
+
     pub(super) fn rotate_key(
         &mut self,
         origin: &Origin,
@@ -34,6 +42,14 @@ impl RouterState {
         self.keys.rotate(id, secret, grace_ms, calendar_ms)?;
         self.note(origin, AuditAction::RotateKey, id.to_string());
         Ok(())
+    }
+
+    /// The key with this id as the audit names it, which outlives the key.
+    fn key_subject(&self, id: ApiKeyId) -> String {
+        match self.keys.get(id) {
+            None => id.to_string(),
+            Some(key) => key.subject(),
+        }
     }
 
     /// Publishes the keys if they changed.

@@ -83,9 +83,7 @@ impl RouterState {
         }
         append_unless_default(&self.ratios, bytes);
         append_unless_default(&self.assumed, bytes);
-        if !self.keys.is_empty() {
-            encoding::append_bytes(&self.keys.digest(), bytes);
-        }
+        self.keys.append_digest(bytes);
     }
 
     pub(super) fn put_routing(

@@ -334,13 +334,17 @@ impl RouterState {
             Command::DeleteUser { name } => self.delete_user(origin, name),
             Command::CreateKey(spec) => self.create_key(origin, *spec),
             Command::RevokeKey { id } => self.revoke_key(origin, id),
+            Command::EndKey { id } => self.end_key(origin, id),
             Command::RotateKey {
                 id,
                 secret,
                 grace_ms,
             } => self.rotate_key(origin, id, (secret, grace_ms)),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
-            Command::BeginRestore { restore, force } => self.begin_restore(restore, force),
+            Command::BeginRestore { restore, force } => self.begin_restore(restore, force, false),
+            Command::BeginRestoreOfKeys { restore, force } => {
+                self.begin_restore(restore, force, true)
+            }
             Command::RestorePart {
                 restore,
                 number,

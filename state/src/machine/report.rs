@@ -180,6 +180,18 @@ impl RouterState {
         self.users.len()
     }
 
+    /// Returns the number of API keys.
+    #[must_use]
+    pub fn api_keys_len(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Returns the number of API keys that were revoked and are remembered.
+    #[must_use]
+    pub fn revoked_api_keys_len(&self) -> usize {
+        self.keys.revoked().len()
+    }
+
     /// Returns the number of users with requests in flight.
     #[must_use]
     pub fn users_backlogged(&self) -> usize {

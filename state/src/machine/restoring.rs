@@ -26,6 +26,10 @@
 //! the backup has no secret, the current cluster's is kept and the backup's blocks are dropped,
 //! because nobody hashes that way any more.
 //!
+//! API keys are the backup's, but what the current state knows to have ended stays so: a key that was
+//! revoked is not taken over, and one that was rotated keeps its present secrets
+//! ([`Command::BeginRestoreOfKeys`]).
+//!
 //! # Bounds
 //! All parts together are at most [`RESTORE_BYTES_MAX`], which is also the memory that a switch
 //! needs on top of both states. There is one restore at a time, and one that is idle for
@@ -65,6 +69,8 @@ pub(super) struct StagedRestore {
     parts: BTreeMap<u32, Arc<[u8]>>,
     /// Wrapping sum of the parts' hashes.
     sum: u64,
+    /// Whether API keys that were revoked here stay so.
+    keeps_revocations: bool,
 }
 
 /// A restore in progress, as the admin API shows it.
@@ -135,13 +141,19 @@ impl Read for PartsReader<'_> {
 }
 
 impl StagedRestore {
-    fn begun(restore: RestoreId, now_ms: u64) -> Self {
+    fn begun(restore: RestoreId, now_ms: u64, keeps_revocations: bool) -> Self {
         Self {
             restore,
             touched_ms: now_ms,
             parts: BTreeMap::new(),
             sum: 0,
+            keeps_revocations,
         }
+    }
+
+    /// Whether only format version 6 can express it.
+    pub(super) fn is_of_version_6(&self) -> bool {
+        self.keeps_revocations
     }
 
     fn bytes(&self) -> u64 {
@@ -195,11 +207,18 @@ impl StagedRestore {
         let parts = self.parts.len() as u64;
         let all = (self.restore, self.touched_ms, parts, self.bytes(), self.sum);
         encoding::append_bytes(&all, bytes);
+        if self.keeps_revocations {
+            encoding::append_bytes(&self.keeps_revocations, bytes);
+        }
     }
 
     /// Encodes the restore in pieces of a bounded size.
     pub(super) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
-        let head = encoding::to_bytes(&RestoreSection::Begun(self.restore, self.touched_ms));
+        let (restore, touched_ms) = (self.restore, self.touched_ms);
+        let head = encoding::to_bytes(&match self.keeps_revocations {
+            false => RestoreSection::Begun(restore, touched_ms),
+            true => RestoreSection::BegunOfKeys(restore, touched_ms),
+        });
         let parts = self.parts.iter();
         let parts = parts.map(|(number, part)| {
             encoding::to_bytes(&RestoreSection::Part(*number, part.to_vec()))
@@ -214,14 +233,20 @@ impl StagedRestore {
             staged,
         ) {
             (RestoreSection::Begun(restore, touched_ms), staged @ None) => {
-                *staged = Some(Self::begun(restore, touched_ms));
+                *staged = Some(Self::begun(restore, touched_ms, false));
+                Ok(())
+            }
+            (RestoreSection::BegunOfKeys(restore, touched_ms), staged @ None) => {
+                *staged = Some(Self::begun(restore, touched_ms, true));
                 Ok(())
             }
             (RestoreSection::Part(number, part), Some(staged)) => {
                 let taken = staged.take(number, part);
                 taken.map_err(|reject| reject.to_string())
             }
-            (RestoreSection::Begun(..), Some(_)) => Err("two restores are under way".to_owned()),
+            (RestoreSection::Begun(..) | RestoreSection::BegunOfKeys(..), Some(_)) => {
+                Err("two restores are under way".to_owned())
+            }
             (RestoreSection::Part(..), None) => Err("a part of no restore".to_owned()),
         }
     }
@@ -232,6 +257,8 @@ impl StagedRestore {
 enum RestoreSection {
     Begun(RestoreId, u64),
     Part(u32, Vec<u8>),
+    /// As [`Command::BeginRestoreOfKeys`] began it. From version 6 on.
+    BegunOfKeys(RestoreId, u64),
 }
 
 impl RouterState {
@@ -291,6 +318,7 @@ impl RouterState {
         &mut self,
         restore: RestoreId,
         force: bool,
+        keeps_revocations: bool,
     ) -> Result<(), Rejection> {
         match &self.staged {
             Some(staged) if staged.restore == restore => return Ok(()),
@@ -307,7 +335,11 @@ impl RouterState {
             "set: the cluster is not empty, {users} users and {blocks} blocks would be gone"
         );
         ensure(force || self.is_empty(), "force", &expected)?;
-        self.staged = Some(StagedRestore::begun(restore, self.time.now_ms));
+        self.staged = Some(StagedRestore::begun(
+            restore,
+            self.time.now_ms,
+            keeps_revocations,
+        ));
         Ok(())
     }
 
@@ -331,7 +363,8 @@ impl RouterState {
         bytes: u64,
     ) -> Result<(), Rejection> {
         let prepared = self.prepared.take();
-        let backup = self.staged_as(restore)?.whole(bytes)?;
+        let staged = self.staged_as(restore)?;
+        let (backup, keeps_revocations) = (staged.whole(bytes)?, staged.keeps_revocations);
         let is_of = |read: &ReadBackup| (read.restore, read.sum) == (backup.restore, backup.sum);
         let read = prepared
             .filter(is_of)
@@ -343,7 +376,11 @@ impl RouterState {
         if !fresh.config.initialised {
             return Err(unusable("it is of no cluster".to_owned()));
         }
-        self.switch(origin, restore, *fresh);
+        let mut fresh = *fresh;
+        if keeps_revocations {
+            fresh.keys.keep_revocations(&self.keys);
+        }
+        self.switch(origin, restore, fresh);
         Ok(())
     }
 

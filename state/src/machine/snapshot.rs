@@ -1,7 +1,7 @@
 //! Snapshots: frozen in microseconds, written while `apply` runs, and verified byte for byte when
 //! read.
 //!
-//! # Format, version 5 (integers little-endian)
+//! # Format, version 6 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
@@ -9,7 +9,7 @@
 //! and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 4 lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
+//! Version 5 lacks revoked API keys. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
 //! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
 //! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
@@ -29,12 +29,14 @@ use crate::error::SnapshotError;
 use crate::exact::FollowedImage;
 use crate::grants::WaitingList;
 use crate::ids::LogIndex;
-use crate::keys::KeysImage;
+use crate::keys::{KeysImage, RevokedKeys};
 use crate::ownership::FrozenOwnership;
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
-pub const SNAPSHOT_VERSION: u16 = 5;
+pub const SNAPSHOT_VERSION: u16 = 6;
+/// Version of a state that remembers no revoked API keys, nor anything else that version 6 introduced.
+const SNAPSHOT_VERSION_KEYS: u16 = 5;
 /// Version of a state without API keys, and without a trace of them in the audit.
 const SNAPSHOT_VERSION_SECRET: u16 = 4;
 /// Version of a state that also lacks a hash secret, a forgiven user in the audit and anything else that
@@ -73,6 +75,7 @@ mod tag {
     pub(super) const ASSUMED: u8 = 19;
     pub(super) const BLOCK_SIZES: u8 = 20;
     pub(super) const KEYS: u8 = 21;
+    pub(super) const REVOKED_KEYS: u8 = 22;
     pub(super) const END: u8 = 255;
 }
 
@@ -90,6 +93,7 @@ pub struct FrozenState {
     users: UsersImage,
     exact: FollowedImage,
     keys: KeysImage,
+    revoked: RevokedKeys,
     staged: Option<StagedRestore>,
     ownership: FrozenOwnership,
 }
@@ -141,6 +145,9 @@ impl FrozenState {
         for piece in self.keys.pieces() {
             write_section(out, tag::KEYS, &piece)?;
         }
+        for piece in self.revoked.pieces() {
+            write_section(out, tag::REVOKED_KEYS, &piece)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -161,19 +168,9 @@ impl RouterState {
     #[must_use]
     pub fn freeze(&self) -> FrozenState {
         let sessions = encoding::to_bytes(&self.sessions);
-        let is_common = self.staged.is_none() && self.audit.restored().is_none();
         let later = self.later_sections();
-        let has_keys = !self.keys.is_empty() || self.audit.has_version_5();
-        let has_secret =
-            self.hash_secret.is_some() || self.audit.has_version_4() || !later.is_empty();
-        let version = match (has_keys, has_secret, is_common) {
-            (true, ..) => SNAPSHOT_VERSION,
-            (false, true, _) => SNAPSHOT_VERSION_SECRET,
-            (false, false, false) => SNAPSHOT_VERSION_RESTORES,
-            (false, false, true) => SNAPSHOT_VERSION_COMMON,
-        };
         FrozenState {
-            version,
+            version: self.snapshot_version(!later.is_empty()),
             hashing: self.hash_secret.as_ref().map(encoding::to_bytes),
             applied: self.applied,
             digest: self.digest(),
@@ -199,8 +196,30 @@ impl RouterState {
             users: self.users.freeze(),
             exact: self.exact.freeze(),
             keys: self.keys.freeze(),
+            revoked: self.keys.revoked().clone(),
             staged: self.staged.clone(),
             ownership: self.ownership.freeze(),
+        }
+    }
+
+    /// The oldest version that can hold this state, which has parts that version 4 introduced or not.
+    fn snapshot_version(&self, has_later: bool) -> u16 {
+        let is_restored = self.staged.is_some() || self.audit.restored().is_some();
+        let is_of_version_6 = self.keys.revoked().len() > 0
+            || self
+                .staged
+                .as_ref()
+                .is_some_and(StagedRestore::is_of_version_6);
+        if is_of_version_6 {
+            SNAPSHOT_VERSION
+        } else if !self.keys.is_empty() || self.audit.has_version_5() {
+            SNAPSHOT_VERSION_KEYS
+        } else if self.hash_secret.is_some() || self.audit.has_version_4() || has_later {
+            SNAPSHOT_VERSION_SECRET
+        } else if is_restored {
+            SNAPSHOT_VERSION_RESTORES
+        } else {
+            SNAPSHOT_VERSION_COMMON
         }
     }
 
@@ -339,6 +358,7 @@ impl RouterState {
                 self.ratios.check()?;
             }
             tag::KEYS => self.keys.restore_piece(payload)?,
+            tag::REVOKED_KEYS => self.keys.restore_revoked(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),

@@ -163,10 +163,14 @@ impl ReferenceModel {
             | Command::PutRouting(_)
             | Command::AssignReaders(_)
             | Command::BeginRestore { .. }
+            | Command::BeginRestoreOfKeys { .. }
             | Command::RestorePart { .. }
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. } => {}
-            Command::CreateKey(_) | Command::RevokeKey { .. } | Command::RotateKey { .. } => {}
+            Command::CreateKey(_)
+            | Command::RevokeKey { .. }
+            | Command::EndKey { .. }
+            | Command::RotateKey { .. } => {}
             Command::DeleteUser { name } => self.users.delete(name),
             Command::PaceTime => self.pace(),
             // What is in its parts is not looked at.

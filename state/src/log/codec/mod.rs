@@ -14,6 +14,8 @@ mod kv;
 mod replies;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod version_6_tests;
 
 use bincode::{Decode, Encode};
 
@@ -23,7 +25,7 @@ use crate::error::DecodeEntryError;
 
 /// The newest format version of commands. A command's first byte is the version of its kind, see
 /// [`format_of`].
-pub const FORMAT_VERSION: u8 = 5;
+pub const FORMAT_VERSION: u8 = 6;
 /// The format version known to every build that can share a cluster with this one. Replies use it.
 pub const FORMAT_VERSION_COMMON: u8 = 2;
 /// The oldest format version that can be read.
@@ -42,6 +44,9 @@ const DECODE_BYTES_MAX: usize = 64 << 20;
 #[must_use]
 pub fn format_of(command: &Command) -> u8 {
     match command {
+        // Its backup may be of any version that this build reads.
+        Command::BeginRestoreOfKeys { .. } => FORMAT_VERSION,
+        Command::EndKey { .. } => 6,
         Command::CreateKey(_) | Command::RevokeKey { .. } | Command::RotateKey { .. } => 5,
         Command::BeginRestore { .. }
         | Command::RestorePart { .. }

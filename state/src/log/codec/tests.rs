@@ -23,7 +23,7 @@ use crate::pricing::FairnessSettings;
 use crate::ratios::TextSample;
 use crate::settings::{AdmissionSettings, UserLimits};
 
-fn envelope(lane: Lane, command: Command) -> Envelope {
+pub(super) fn envelope(lane: Lane, command: Command) -> Envelope {
     let (replica, session) = (ReplicaId(3), SessionId(0x0123_4567_89ab_cdef));
     let origin = Origin {
         replica,
@@ -180,7 +180,7 @@ fn replies() -> Vec<Reply> {
     ]
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -1,0 +1,96 @@
+//! Ids of keys that were revoked, remembered so that a restore of an earlier backup does not bring
+//! them back. The newest are kept: who was revoked first is forgotten first.
+
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::cow::CowMap;
+use crate::encoding;
+use crate::ids::ApiKeyId;
+
+/// Number of ids in one section of a snapshot.
+const IDS_PER_PIECE: usize = 65_536;
+
+/// Keys that were revoked, with the Unix time of it in milliseconds.
+#[derive(Clone)]
+pub(crate) struct RevokedKeys {
+    since: CowMap<ApiKeyId, u64>,
+    /// Wrapping sum of the entries' hashes.
+    digest: u128,
+    ids_max: usize,
+}
+
+impl RevokedKeys {
+    pub(super) fn with_max(ids_max: usize) -> Self {
+        Self {
+            since: CowMap::new(),
+            digest: 0,
+            ids_max,
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.since.len()
+    }
+
+    pub(super) fn contains(&self, id: ApiKeyId) -> bool {
+        self.since.get(&id).is_some()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (ApiKeyId, u64)> {
+        self.since.iter().map(|(id, at_ms)| (*id, *at_ms))
+    }
+
+    /// Remembers a key.
+    pub(super) fn insert(&mut self, id: ApiKeyId, at_ms: u64) {
+        if !self.since.insert_new(id, at_ms) {
+            return;
+        }
+        self.digest = self.digest.wrapping_add(hash(id, at_ms));
+        if self.since.len() > self.ids_max {
+            let first = self.iter().min_by_key(|(id, at_ms)| (*at_ms, *id));
+            if let Some((id, at_ms)) = first {
+                self.since.remove(&id);
+                self.digest = self.digest.wrapping_sub(hash(id, at_ms));
+            }
+        }
+    }
+
+    /// Appends the ids' part of the digest input.
+    pub(super) fn append_digest(&self, bytes: &mut Vec<u8>) {
+        if self.since.len() > 0 {
+            encoding::append_bytes(&self.digest, bytes);
+        }
+    }
+
+    /// Encodes all ids in pieces of a bounded number.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
+        let mut ids = self.iter().peekable();
+        std::iter::from_fn(move || {
+            ids.peek()?;
+            let piece: Vec<(ApiKeyId, u64)> = ids.by_ref().take(IDS_PER_PIECE).collect();
+            Some(encoding::to_bytes(&piece))
+        })
+    }
+
+    /// Adds the ids of one piece, or describes its fault.
+    pub(super) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
+        type Piece = Vec<(ApiKeyId, u64)>;
+        for (id, at_ms) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
+            if self.contains(id) || self.since.len() >= self.ids_max {
+                return Err(format!("revoked key {id} stands twice, or is one too many"));
+            }
+            self.insert(id, at_ms);
+        }
+        Ok(())
+    }
+
+    /// Whether digest and size are those of the ids.
+    pub(super) fn is_sound(&self) -> bool {
+        let sum = |sum: u128, (id, at_ms)| sum.wrapping_add(hash(id, at_ms));
+        self.iter().fold(0, sum) == self.digest && self.since.len() <= self.ids_max
+    }
+}
+
+fn hash(id: ApiKeyId, at_ms: u64) -> u128 {
+    xxh3_128(&encoding::to_bytes(&(id, at_ms)))
+}

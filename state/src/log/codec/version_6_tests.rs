@@ -1,0 +1,30 @@
+//! Golden bytes of what format version 6 introduced.
+
+use expect_test::expect;
+
+use super::tests::{envelope, hex};
+use super::*;
+use crate::command::Lane;
+use crate::ids::{ApiKeyId, RestoreId};
+
+#[track_caller]
+fn written(command: Command) -> String {
+    let envelope = envelope(Lane::Admin, command);
+    let bytes = encode_envelope(&envelope);
+    assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
+    hex(&bytes)
+}
+
+#[test]
+fn commands_of_version_6_have_their_bytes() {
+    let id = ApiKeyId(0xabcd);
+    expect!["0603fdefcdab896745230101fb2c01fd0068e5cf8b01000019cdab000000000000"]
+        .assert_eq(&written(Command::EndKey { id }));
+    let restore = RestoreId(5);
+    expect!["0603fdefcdab896745230101fb2c01fd0068e5cf8b0100001a0501"].assert_eq(&written(
+        Command::BeginRestoreOfKeys {
+            restore,
+            force: true,
+        },
+    ));
+}
