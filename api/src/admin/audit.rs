@@ -10,8 +10,9 @@ use std::sync::Arc;
 use axum::extract::State;
 use axum::response::Response;
 use serde::Serialize;
-use state::AuditEntry;
-use state::ids::LogIndex;
+use state::ids::{ApiKeyId, LogIndex};
+use state::keys::KeysView;
+use state::{AuditAction, AuditEntry};
 
 use super::AdminState;
 use super::answer::{ListQuery, QueryParams, at_level, json};
@@ -56,7 +57,16 @@ pub(super) async fn audit(
     let calls = admin.calls.newest();
     let by_index = calls.iter().filter_map(|call| Some((call.index?, call)));
     let by_index: BTreeMap<LogIndex, &AuditedCall> = by_index.collect();
-    let writes = entries.into_iter().map(|entry| {
+    let keys = admin.view.keys();
+    let ended: Vec<String> = entries
+        .iter()
+        .filter(is_of_key)
+        .map(|it| it.subject.clone())
+        .collect();
+    let writes = entries.into_iter().map(|mut entry| {
+        if is_of_key(&&entry) {
+            entry.subject = key_subject(&keys, &ended, entry.subject);
+        }
         let call = by_index.get(&entry.index);
         AuditedWrite {
             who: call.and_then(|call| call.who.clone()),
@@ -69,4 +79,23 @@ pub(super) async fn audit(
         writes: writes.collect(),
         calls: calls.iter().take(limit).cloned().collect(),
     }))
+}
+
+/// Whether a write was one of an API key.
+fn is_of_key(entry: &&AuditEntry) -> bool {
+    matches!(
+        entry.action,
+        AuditAction::CreateKey | AuditAction::RevokeKey | AuditAction::RotateKey
+    )
+}
+
+/// A key with name and user: as it is, or as it was when it was revoked, which `told` has.
+fn key_subject(keys: &KeysView, told: &[String], id: String) -> String {
+    let number = u64::from_str_radix(&id, 16).ok();
+    let live = number.and_then(|number| keys.get(ApiKeyId(number)));
+    let ended = || {
+        let of_it = |subject: &&String| subject.starts_with(&format!("{id}: "));
+        told.iter().find(of_it).cloned()
+    };
+    live.map(|key| key.subject()).or_else(ended).unwrap_or(id)
 }

@@ -1,10 +1,12 @@
 //! API keys: created, listed, rotated, revoked. A secret is drawn here, answered once, and kept
 //! nowhere: what goes into the log is its hash.
 
+use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::extract::State;
 use axum::response::Response;
+use serde::de::{Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
 use state::command::Command;
 use state::ids::{ApiKeyId, LogIndex};
@@ -163,11 +165,31 @@ pub(super) struct CreateKeyBody {
 }
 
 /// A point in time, as RFC 3339 or in Unix seconds.
-#[derive(Deserialize)]
-#[serde(untagged)]
 enum Date {
     Text(String),
     Seconds(u64),
+}
+
+impl<'de> Deserialize<'de> for Date {
+    fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
+        struct DateVisitor;
+        impl Visitor<'_> for DateVisitor {
+            type Value = Date;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a date such as \"2027-01-31T12:00:00Z\", or Unix seconds")
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Date, E> {
+                Ok(Date::Text(text.to_owned()))
+            }
+
+            fn visit_u64<E>(self, seconds: u64) -> Result<Date, E> {
+                Ok(Date::Seconds(seconds))
+            }
+        }
+        input.deserialize_any(DateVisitor)
+    }
 }
 
 impl Date {
@@ -195,10 +217,10 @@ pub(super) async fn create(
     let name = body.name.unwrap_or_else(|| body.user.clone());
     name_of("name", &name)?;
     for model in &body.models {
-        name_of("models", model)?;
+        pattern_of("models", model)?;
     }
     for scope in &body.scopes {
-        name_of("scopes", scope)?;
+        pattern_of("scopes", scope)?;
     }
     let expires_at_ms = body.expires_at.as_ref().map(Date::unix_ms).transpose()?;
     let (id, secret) = (draw_id(), NewSecret::draw());
@@ -251,7 +273,7 @@ pub(super) async fn revoke(
     PathParam(id): PathParam<String>,
 ) -> Result<Response, Problem> {
     let id = id_of("id", &id)?;
-    submit(&admin, Command::RevokeKey { id }).await
+    submit(&admin, Command::EndKey { id }).await
 }
 
 /// Answers with the secret if it is known to be the key's. Otherwise nobody gets to know it, and
@@ -273,6 +295,19 @@ fn told_once(
             Ok(written_as(index, &answer))
         }
         Err(problem) => Err(problem.member("id", id)),
+    }
+}
+
+/// Checks a name that may end in `*`.
+fn pattern_of(field: &str, pattern: &str) -> Result<(), Problem> {
+    name_of(field, pattern)?;
+    let beginning = pattern.strip_suffix('*').unwrap_or(pattern);
+    match beginning.contains('*') {
+        true => Err(invalid(
+            field,
+            format!("{pattern:?}, expected a `*` at the end or none"),
+        )),
+        false => Ok(()),
     }
 }
 

@@ -59,6 +59,11 @@ impl Holder {
         self.key().is_none_or(|key| key.allows_model(model))
     }
 
+    /// Whether the key, if it is the cluster's, is for some models only.
+    pub(super) fn has_models(&self) -> bool {
+        self.key().is_some_and(|key| !key.spec.models.is_empty())
+    }
+
     /// Refuses a path that the key may not use.
     pub(super) fn check_path(&self, path: &str) -> Result<(), ProxyError> {
         match self.key() {

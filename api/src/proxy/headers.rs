@@ -21,7 +21,7 @@ pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id"
 /// Where some clients put their key.
 pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 /// Where clients of Azure's service put it.
-const AZURE_KEY: HeaderName = HeaderName::from_static("api-key");
+pub(super) const AZURE_KEY: HeaderName = HeaderName::from_static("api-key");
 const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");

@@ -7,7 +7,7 @@ use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use state::prefix::BlockHasher;
 
-use super::headers::API_KEY;
+use super::headers::{API_KEY, AZURE_KEY};
 use super::keys::{Holder, key_user_name};
 use super::settings::{IdentifyBy, ProxySettings};
 use crate::api_keys::is_of_cluster;
@@ -59,7 +59,7 @@ impl UserSource {
     }
 }
 
-/// The client's key, from `authorization: Bearer` or `x-api-key`.
+/// The client's key, from `authorization: Bearer`, `x-api-key` or `api-key`.
 fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
     let bearer = headers
         .get(AUTHORIZATION)
@@ -70,12 +70,10 @@ fn api_key(headers: &HeaderMap) -> Option<&[u8]> {
                 .eq_ignore_ascii_case(b"bearer ")
                 .then(|| key.trim_ascii())
         });
-    let plain = || {
-        headers
-            .get(&API_KEY)
-            .map(|value| value.as_bytes().trim_ascii())
-    };
-    let key = bearer.or_else(plain);
+    let plain = |name: HeaderName| headers.get(name).map(|value| value.as_bytes().trim_ascii());
+    let key = bearer
+        .or_else(|| plain(API_KEY))
+        .or_else(|| plain(AZURE_KEY));
     key.filter(|key| !key.is_empty())
 }
 
@@ -291,7 +289,9 @@ mod tests {
         let key = [("authorization", "bearer sk-1"), ("x-quorate-user", "head")];
         let of_key = key_user_name(&7.into(), b"sk-1");
         assert_eq!(named(&settings, PROXY, &key), of_key);
-        assert_eq!(named(&settings, STRANGER, &[("x-api-key", "sk-1")]), of_key);
+        for name in ["x-api-key", "api-key"] {
+            assert_eq!(named(&settings, STRANGER, &[(name, "sk-1")]), of_key);
+        }
         assert_eq!(named(&settings, PROXY, &head), "head");
         assert_eq!(named(&settings, STRANGER, &head), "header:head");
         assert_eq!(named(&settings, PROXY, &[]), "body:body");

@@ -170,8 +170,8 @@ enum TakenIn<'a> {
     Whole(Holder, Bytes),
     /// Its head, and whose key it has: it asks for a model, or for all.
     Models(Holder, Option<Cow<'a, str>>),
-    /// Its head: it is for the engine that stored a response.
-    Stored,
+    /// Its head, and whose key it has: it is for the engine that stored a response.
+    Stored(Holder),
 }
 
 impl Proxy {
@@ -381,9 +381,9 @@ impl Proxy {
             Ok(TakenIn::Models(holder, id)) => {
                 return self.models(&holder, id.as_deref()).map(ForwardResult::Held);
             }
-            Ok(TakenIn::Stored) => {
+            Ok(TakenIn::Stored(holder)) => {
                 ledger.is_read(requests_max)?;
-                return forward_stored(self, &head, &peer, &request_id).await;
+                return forward_stored(self, &holder, &head, (&peer, &request_id)).await;
             }
             Err(failure) => {
                 drop(held);
@@ -433,7 +433,7 @@ impl Proxy {
         match route {
             Route::Models => Ok(TakenIn::Models(holder, None)),
             Route::Model(id) => Ok(TakenIn::Models(holder, Some(id))),
-            Route::Stored(_) => Ok(TakenIn::Stored),
+            Route::Stored(_) => Ok(TakenIn::Stored(holder)),
             Route::Engine => {
                 let limits = **self.limits.load();
                 let is_full = self.metrics.in_flight.get() >= signed(limits.requests_max);

@@ -5,12 +5,17 @@
 //! asked in turn, and the first that does not say "not found" answers (ADR 0058). Engines draw ids
 //! at random, so no other engine has another response by the same id. Nothing is charged: no model
 //! runs.
+//!
+//! A key that is for some models only gets responses of these. Which model made one stands in the
+//! response, so it is read before anything is done with it.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use http::request::Parts;
-use http::{HeaderValue, Request, Response, StatusCode, Uri};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Uri};
+use http_body_util::{BodyExt, Collected, Limited};
+use serde::Deserialize;
 use state::ids::BackendRef;
 use tokio::time::{Instant, timeout};
 
@@ -19,6 +24,7 @@ use super::attempt::read_refusal;
 use super::dialect::Dialect;
 use super::forward::{ForwardResult, clean_head, content, timeouts};
 use super::headers::{Hop, toward_engine};
+use super::keys::Holder;
 use super::relay::{RespondingBackend, ResponseBody};
 use super::sse::WantedUsage;
 use crate::backends::pool::{EngineBody, Segments, SendError};
@@ -26,6 +32,9 @@ use crate::error::ProxyError;
 
 /// How long one engine is waited for. It looks into a table.
 const ENGINE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest stored response that is read for its model.
+const STORED_BYTES_MAX: usize = 64 << 20;
 
 /// An engine that may have the response.
 struct Keeper {
@@ -37,14 +46,31 @@ struct Keeper {
 /// Answers a request for a stored response.
 pub(super) async fn forward_stored(
     proxy: &Arc<Proxy>,
+    holder: &Holder,
     head: &Parts,
-    peer: &HeaderValue,
-    request_id: &HeaderValue,
+    from: (&HeaderValue, &HeaderValue),
 ) -> Result<ForwardResult, ProxyError> {
     let mut was_silent = false;
     for keeper in keepers(proxy) {
-        let asked = ask(proxy, &keeper, head, (peer, request_id));
-        match timeout(ENGINE_TIMEOUT, asked).await {
+        let asked = async {
+            if holder.has_models() {
+                let response = ask(proxy, &keeper, &reading(head), from).await?;
+                if is_elsewhere(response.status()) {
+                    return Ok(Ok(response));
+                }
+                if let Err(refusal) = holder.check_model(&model_of(response).await) {
+                    return Ok(Err(refusal));
+                }
+            }
+            ask(proxy, &keeper, head, from).await.map(Ok)
+        };
+        let asked = match timeout(ENGINE_TIMEOUT, asked).await {
+            Ok(Ok(Err(refusal))) => return Err(refusal),
+            Ok(Ok(Ok(response))) => Ok(Ok(response)),
+            Ok(Err(error)) => Ok(Err(error)),
+            Err(late) => Err(late),
+        };
+        match asked {
             Ok(Ok(response)) if is_elsewhere(response.status()) => {
                 // Read to its end, so that the connection can be used again.
                 drop(read_refusal(response).await);
@@ -118,6 +144,29 @@ async fn ask(
         request
     };
     endpoint.send(&build).await
+}
+
+/// The request that reads what `head` is about.
+fn reading(head: &Parts) -> Parts {
+    let mut reading = head.clone();
+    reading.method = Method::GET;
+    let path = head.uri.path();
+    let path = path.strip_suffix("/cancel").unwrap_or(path);
+    // A part of a target is one.
+    reading.uri = path.parse().unwrap_or_default();
+    reading
+}
+
+/// The model that made a stored response; empty if that cannot be told.
+async fn model_of(response: Response<EngineBody>) -> String {
+    #[derive(Default, Deserialize)]
+    struct Made {
+        model: String,
+    }
+    let body = Limited::new(response.into_body(), STORED_BYTES_MAX).collect();
+    let body = body.await.map(Collected::to_bytes).unwrap_or_default();
+    let made: Made = serde_json::from_slice(&body).unwrap_or_default();
+    made.model
 }
 
 fn relay(proxy: &Arc<Proxy>, keeper: &Keeper, response: Response<EngineBody>) -> ForwardResult {

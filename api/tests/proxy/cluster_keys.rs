@@ -1,6 +1,7 @@
 //! Keys of the cluster on the data plane: who is served, as whom, and with what (I101).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use api::api_keys::{ListAge, NewSecret, WhenStale, draw_id};
@@ -10,6 +11,7 @@ use serde_json::json;
 use state::command::Command;
 use state::ids::{ApiKeyId, ReplicaId};
 use state::keys::ApiKeySpec;
+use tokio::time::Instant;
 
 use super::client::{Answer, post};
 use super::engine::{Engine, json as answer_json};
@@ -94,6 +96,7 @@ async fn a_keys_user_wins_and_the_engine_sees_no_key() {
     for line in [
         format!("authorization: Bearer {secret}\r\n"),
         format!("x-api-key: {secret}\r\n"),
+        format!("api-key: {secret}\r\n"),
     ] {
         // Loopback is trusted to name users, and keys stand above that.
         let headers = format!("{line}x-quorate-user: head\r\n");
@@ -107,7 +110,7 @@ async fn a_keys_user_wins_and_the_engine_sees_no_key() {
         .call("GET", "/admin/v1/decisions?user=ada", &json!({}))
         .await;
     let found = decisions["decisions"].as_array().expect("a list");
-    assert_eq!(found.len(), 2, "{decisions}");
+    assert_eq!(found.len(), 3, "{decisions}");
 }
 
 #[tokio::test]
@@ -143,6 +146,48 @@ async fn a_key_is_for_its_models_and_paths_until_it_expires() {
 }
 
 #[tokio::test]
+async fn a_stored_response_is_for_keys_that_may_use_its_model() {
+    let engine = Engine::answering(|request| {
+        let line = request.lines().next().unwrap_or_default();
+        let body = match line.contains("resp_other") {
+            true => r#"{"id":"resp_other","output":[{"model":"m"}],"model":"other"}"#,
+            false => r#"{"id":"resp_m","model":"m"}"#,
+        };
+        vec![answer_json("200 OK", body)]
+    })
+    .await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let key = created(&fleet, |spec| spec.models = vec!["m".to_owned()]);
+    let all = created(&fleet, |_| {});
+    let mut client = fleet.client().await;
+    for (method, tail) in [
+        ("GET", ""),
+        ("GET", "?stream=true"),
+        ("DELETE", ""),
+        ("POST", "/cancel"),
+    ] {
+        for (key, id, status) in [(&key, "m", 200), (&key, "other", 403), (&all, "other", 200)] {
+            let secret = key.secret.text();
+            let before = engine.requests().len();
+            let answer = client
+                .ask(format!(
+                    "{method} /v1/responses/resp_{id}{tail} HTTP/1.1\r\nhost: router\r\n\
+                     content-length: 0\r\nauthorization: Bearer {secret}\r\n\r\n"
+                ))
+                .await;
+            assert_eq!(answer.status, status, "{method} {id}{tail}");
+            if status == 403 {
+                answer.refuses(403, "model_not_allowed");
+                // It was read, and nothing was done to it.
+                let asked = engine.requests().split_off(before);
+                let is_read = |it: &String| it.starts_with("GET /v1/responses/resp_other HTTP/1.1");
+                assert!(asked.iter().all(is_read), "{asked:?}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
 async fn where_keys_are_required_others_are_refused_and_a_file_works_besides() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
@@ -175,7 +220,10 @@ async fn where_keys_are_required_others_are_refused_and_a_file_works_besides() {
 async fn a_stale_list_is_followed_or_not_as_the_config_says() {
     let engine = Engine::always(vec![answer_json("200 OK", "{}")]).await;
     for (when_stale, status) in [(WhenStale::Serve, 200), (WhenStale::Refuse, 503)] {
-        let list = Arc::new(ListAge::unconfirmed());
+        let is_heard = Arc::new(AtomicBool::new(false));
+        let heard = Arc::clone(&is_heard);
+        let confirmed = move || heard.load(Ordering::Relaxed).then(Instant::now);
+        let list = Arc::new(ListAge::of(Duration::from_secs(1), confirmed));
         let fleet = Fleet::start_with(&[&engine], Duration::ZERO, |settings| {
             settings.keys.when_stale = when_stale;
             settings.keys.list = Arc::clone(&list);
@@ -188,7 +236,7 @@ async fn a_stale_list_is_followed_or_not_as_the_config_says() {
             answer.refuses(503, "api_keys_stale");
             assert_eq!(answer.header("retry-after"), Some("1"));
         }
-        list.note(true);
+        is_heard.store(true, Ordering::Relaxed);
         assert_eq!(with(&fleet, &key.secret).await.status, 200);
     }
 }

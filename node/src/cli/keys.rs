@@ -15,6 +15,7 @@ use super::edit::WriteArgs;
 use super::read::{ReadArgs, print_json};
 use super::table::cell;
 use super::token::SecretFile;
+use crate::json_client::AnswerError;
 
 /// What to do with API keys.
 #[derive(Debug, Subcommand)]
@@ -129,7 +130,7 @@ impl SecretArgs {
             Ok(answer) => self.tell(&answer, file),
             Err(error) => {
                 file.map_or(Ok(()), SecretFile::discard)?;
-                Err(error)
+                Err(with_id(error))
             }
         }
     }
@@ -154,6 +155,18 @@ impl SecretArgs {
         terminal::print(format_args!("id      {id}"))?;
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// Adds to an error whose outcome is unknown by which id the key can be revoked.
+fn with_id(error: anyhow::Error) -> anyhow::Error {
+    let answer = error.downcast_ref::<AnswerError>();
+    let unknown = answer.filter(|answer| answer.problem["outcome"] == "unknown");
+    let Some(id) = unknown.and_then(|answer| answer.problem["id"].as_str()) else {
+        return error;
+    };
+    let hint =
+        format!("its secret is lost: if key {id} is there, revoke it, `quorate key revoke {id}`");
+    error.context(hint)
 }
 
 async fn list(user: Option<&str>, read: &ReadArgs) -> anyhow::Result<ExitCode> {
@@ -201,5 +214,31 @@ fn all_or(names: &Value) -> String {
     match names {
         [] => "all".to_owned(),
         names => names.iter().map(cell).collect::<Vec<_>>().join(" "),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use http::StatusCode;
+
+    use super::*;
+
+    #[test]
+    fn a_key_whose_creation_is_in_doubt_is_named() {
+        let answered = |outcome| {
+            let problem = json!({"title": "t", "outcome": outcome, "id": "00000000000000ab"});
+            let status = StatusCode::GATEWAY_TIMEOUT;
+            let error = anyhow::Error::from(AnswerError { status, problem });
+            format!("{:#}", with_id(error.context("POST")))
+        };
+        let told = answered("unknown");
+        assert!(
+            told.contains("quorate key revoke 00000000000000ab"),
+            "{told}"
+        );
+        assert_eq!(
+            answered("not-committed"),
+            "POST: answered 504 Gateway Timeout: t"
+        );
     }
 }

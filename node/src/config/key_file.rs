@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use api::api_keys::is_of_cluster;
 use api::proxy::KeyEntry;
 
 /// Reads the keys, one per line, each optionally followed by white space and the user it belongs to.
 ///
 /// # Errors
-/// If the file cannot be read or contains no key (nobody would be served), or contains a key twice (one
-/// user would be charged for another).
+/// If the file cannot be read or contains no key (nobody would be served), a key twice (one user would
+/// be charged for another), or one that is not judged by this file.
 pub(crate) fn read(path: &Path) -> Result<Vec<KeyEntry>, String> {
     let text = std::fs::read_to_string(path);
     let text = text.map_err(|error| format!("read {path:?}: {error}"))?;
@@ -19,6 +20,12 @@ pub(crate) fn read(path: &Path) -> Result<Vec<KeyEntry>, String> {
     let mut keys = Vec::new();
     for (number, line) in lines {
         let (key, user) = told(line);
+        if is_of_cluster(key.as_bytes()) {
+            return Err(format!(
+                "{path:?} has in line {number} a key of the form of the cluster's keys, which only \
+                 the cluster judges: expected another form than `qk-` and 43 characters"
+            ));
+        }
         if let Some(first) = first_lines.insert(key.clone(), number) {
             return Err(format!(
                 "{path:?} lists the key of line {first} again in line {number}"
@@ -42,6 +49,19 @@ fn told(line: &str) -> KeyEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_key_that_the_file_does_not_judge_is_told_with_its_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("keys");
+        let random = "5a_-".repeat(11);
+        std::fs::write(&file, format!("sk-1\nqk-{} ada\n", &random[..43])).unwrap();
+        let why = read(&file).unwrap_err();
+        assert!(
+            why.contains("keys\" has in line 2") && !why.contains(&random[..43]),
+            "{why}"
+        );
+    }
 
     #[test]
     fn a_key_listed_twice_is_told_with_both_lines() {

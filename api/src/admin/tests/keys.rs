@@ -66,6 +66,14 @@ async fn a_key_is_rotated_with_grace_and_revoked() {
     assert_eq!(bench.looked_up(&third), FoundKey::Unknown);
     let again = ("DELETE", &*format!("{KEYS}/{id}"), "");
     bench.problem(again, 404, "not-found").await;
+    // Of the key, which is gone, all writes have name and user.
+    let (live, _) = told(&bench, KEYS, r#"{"user":"bob","name":"ci"}"#).await;
+    let audit = bench.get("/admin/v1/audit").await;
+    let subject = |at: usize| audit["writes"][at]["subject"].as_str().unwrap().to_owned();
+    assert_eq!(subject(0), format!("{live}: \"ci\" of \"bob\""));
+    for at in 1..=4 {
+        assert_eq!(subject(at), format!("{id}: \"ada\" of \"ada\""), "{audit}");
+    }
 }
 
 #[tokio::test]
@@ -98,9 +106,19 @@ async fn what_cannot_be_a_key_is_refused_with_the_field() {
         (r#"{"user":"ada","expires_at":"soon"}"#, "expires_at"),
         (r#"{"user":"ada","expires_at":1}"#, "expires_at"),
         (r#"{"user":"ada","scopes":["chat"]}"#, "scopes"),
+        (r#"{"user":"ada","scopes":["/v1/*x*"]}"#, "scopes"),
+        (r#"{"user":"ada","models":["*-chat"]}"#, "models"),
+        (r#"{"user":"ada","expires_at":true}"#, "expires_at"),
     ] {
         let problem = bench.problem(("POST", KEYS, body), 400, "invalid").await;
         assert_eq!(problem["field"], field, "{problem}");
+        if body.ends_with("true}") {
+            let expected = "a date such as \"2027-01-31T12:00:00Z\", or Unix seconds";
+            assert!(
+                problem["detail"].as_str().unwrap().contains(expected),
+                "{problem}"
+            );
+        }
     }
     let odd = ("GET", "/admin/v1/keys/1", "");
     bench.problem(odd, 400, "invalid").await;
