@@ -353,18 +353,17 @@ impl RouterState {
             Command::FinishRestore { restore, bytes } => {
                 self.finish_restore(origin, restore, bytes)
             }
-            Command::AbortRestore { restore } => {
-                self.abort_restore(restore);
-                Ok(())
-            }
-            Command::PaceTime => {
-                self.time.pace();
-                self.follow_format();
-                self.size_untold();
-                Ok(())
-            }
+            Command::AbortRestore { restore } => self.abort_restore(restore),
+            Command::PaceTime => self.pace_time(),
         };
         result.map_or_else(Reply::Rejected, |()| Reply::Applied)
+    }
+
+    fn pace_time(&mut self) -> Result<(), Rejection> {
+        self.time.pace();
+        self.follow_format();
+        self.size_untold();
+        Ok(())
     }
 
     /// Adapts the parts that depend on the log's format version. Paced time implies that all

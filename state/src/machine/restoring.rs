@@ -384,8 +384,9 @@ impl RouterState {
         Ok(())
     }
 
-    pub(super) fn abort_restore(&mut self, restore: RestoreId) {
+    pub(super) fn abort_restore(&mut self, restore: RestoreId) -> Result<(), Rejection> {
         self.staged.take_if(|staged| staged.restore == restore);
+        Ok(())
     }
 
     fn staged_as(&mut self, restore: RestoreId) -> Result<&mut StagedRestore, Rejection> {
