@@ -112,24 +112,9 @@ impl ReferenceModel {
             return reply;
         }
         match command {
-            Command::InitCluster {
-                hash_seed,
-                fairness,
-                ..
-            }
-            | Command::FoundCluster {
-                hash_seed,
-                fairness,
-                ..
-            } => {
-                self.prices = *fairness;
-                self.users.begin(*hash_seed);
-            }
-            Command::FoundWithSettings(founding) => {
-                self.prices = founding.fairness;
-                self.users.begin(founding.hash_seed);
-                self.admit_by(&founding.admission);
-            }
+            Command::InitCluster { .. }
+            | Command::FoundCluster { .. }
+            | Command::FoundWithSettings(_) => self.found(command),
             Command::Batch {
                 base_attempt,
                 items,
@@ -177,6 +162,28 @@ impl ReferenceModel {
             Command::FinishRestore { .. } => self.is_replaced = true,
         }
         reply
+    }
+
+    fn found(&mut self, command: &Command) {
+        let (hash_seed, prices) = match command {
+            Command::InitCluster {
+                hash_seed,
+                fairness,
+                ..
+            }
+            | Command::FoundCluster {
+                hash_seed,
+                fairness,
+                ..
+            } => (*hash_seed, *fairness),
+            Command::FoundWithSettings(founding) => (founding.hash_seed, founding.fairness),
+            _ => return,
+        };
+        self.prices = prices;
+        self.users.begin(hash_seed);
+        if let Command::FoundWithSettings(founding) = command {
+            self.admit_by(&founding.admission);
+        }
     }
 
     /// What the writer of settings is to be told.
