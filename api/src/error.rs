@@ -103,8 +103,8 @@ pub enum ProxyError {
         /// Paths that it may use.
         allowed: String,
     },
-    /// The key may not use the model.
-    #[error("this API key may not use the model `{model}`; it may use {allowed}")]
+    /// The key, or its user, may not use the model.
+    #[error("this API key or user may not use the model `{model}`; it may use {allowed}")]
     ModelNotAllowed {
         /// Model of the request, shortened.
         model: String,
@@ -184,6 +184,14 @@ pub enum ProxyError {
         /// Name of the limit.
         limit: &'static str,
         /// Time until there is room again, in milliseconds.
+        retry_after_ms: u64,
+    },
+    /// The user has used up a budget.
+    #[error("this user's budget of tokens for this {period} (UTC) is used up")]
+    OverBudget {
+        /// `day` or `month`.
+        period: &'static str,
+        /// Time until the period ends, in milliseconds.
         retry_after_ms: u64,
     },
     /// The client's address has reached its limit of requests in flight.
@@ -306,6 +314,7 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         }
         ProxyError::BreaksBackends => (422, "invalid_request_error", "request_breaks_backends"),
         ProxyError::OverLimit { .. } => (429, "rate_limit_error", "rate_limit_exceeded"),
+        ProxyError::OverBudget { .. } => (429, "insufficient_quota", "insufficient_quota"),
         ProxyError::QueueFull { .. } => (503, "server_error", "queue_full"),
         ProxyError::TooLate { .. } => (503, "server_error", "queue_too_long"),
         ProxyError::WaitedTooLong { .. } => (503, "server_error", "queue_timeout"),
@@ -354,6 +363,7 @@ fn retry_after_s(failure: &ProxyError) -> Option<u32> {
         | ProxyError::StaleKeys
         | ProxyError::Leaving => Some(UNAVAILABLE_RETRY_AFTER_S),
         ProxyError::OverLimit { retry_after_ms, .. }
+        | ProxyError::OverBudget { retry_after_ms, .. }
         | ProxyError::QueueFull { retry_after_ms }
         | ProxyError::TooLate { retry_after_ms, .. }
         | ProxyError::WaitedTooLong { retry_after_ms } => {

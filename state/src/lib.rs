@@ -7,6 +7,7 @@
 pub mod admission;
 mod backends;
 mod bounds;
+pub mod budgets;
 mod charge;
 mod cow;
 mod encoding;

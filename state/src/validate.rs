@@ -9,6 +9,23 @@ pub(crate) fn is_name(text: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&text.len())
 }
 
+/// Maximum total length of a list of patterns, in bytes.
+pub(crate) const PATTERNS_BYTES_MAX: usize = 1024;
+
+/// Whether these can be the models that somebody may use.
+pub(crate) fn are_models(patterns: &[String]) -> bool {
+    let bytes: usize = patterns.iter().map(String::len).sum();
+    patterns.iter().all(|it| is_name(it)) && bytes <= PATTERNS_BYTES_MAX
+}
+
+/// Whether `pattern` is `text`, or ends in `*` and is the beginning of it.
+pub(crate) fn stands_for(pattern: &str, text: &str) -> bool {
+    match pattern.strip_suffix('*') {
+        Some(beginning) => text.starts_with(beginning),
+        None => pattern == text,
+    }
+}
+
 /// Rejects `field` unless `holds`.
 pub(crate) fn ensure(holds: bool, field: &str, expected: &str) -> Result<(), Rejection> {
     if holds {

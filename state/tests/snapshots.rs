@@ -5,9 +5,11 @@ mod common;
 use common::{Driver, chain, restored, sample, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
-use state::command::{Charge, Command, Envelope, Item, Lane, Origin, Reply};
+use state::budgets::{Budget, BudgetPeriod};
+use state::command::{Charge, Command, Envelope, Item, Lane, Origin, Reply, UserChanges};
 use state::ids::{LogIndex, ModelKey, ReplicaId, SessionId, Slot};
 use state::keys::{FoundKey, SecretHash};
+use state::prefix::user_key;
 use state::ratios::TextSample;
 
 #[test]
@@ -338,4 +340,41 @@ fn revoked_api_keys_survive_in_a_snapshot_of_version_6() {
     assert_eq!((copy.api_keys_len(), copy.revoked_api_keys_len()), (0, 1));
     let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
     expect_test::expect!["5bbf615fe52c2543a16983eafa983c19"].assert_eq(&format!("{hash:032x}"));
+}
+
+#[test]
+fn plans_of_users_survive_in_a_snapshot_of_version_6() {
+    let mut driver = Driver::founded(common::found());
+    let before = snapshot(&driver.state);
+    assert_eq!(before[8..10], [4, 0]);
+    let changes = UserChanges {
+        name: "ada".to_owned(),
+        budget: Some(Budget {
+            day: Some(1000),
+            month: None,
+        }),
+        models: Some(vec!["m*".to_owned()]),
+        ..UserChanges::default()
+    };
+    let configure = Command::ConfigureUser(Box::new(changes));
+    assert_eq!(driver.apply(1, configure), Reply::Applied);
+    let charge = Charge {
+        user: user_key(common::HASH_SEED, "ada"),
+        input_cached: 30,
+        output: 4,
+        ..Charge::default()
+    };
+    driver.apply(1, common::batch(vec![Item::Charge(charge)]));
+    let bytes = snapshot(&driver.state);
+    assert_eq!(bytes[8..10], [6, 0]);
+    let copy = restored(&bytes);
+    assert_eq!(copy.digest(), driver.state.digest());
+    assert_eq!(copy.check(), Ok(()));
+    assert_eq!(snapshot(&copy), bytes);
+    let user = copy.user_named("ada").unwrap();
+    let left = user.budget.left(BudgetPeriod::Day, 1, 0).unwrap();
+    assert_eq!((left.limit, left.used), (1000, 34));
+    assert_eq!(user.models, ["m*"]);
+    let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
+    expect_test::expect!["6f9042ee6e0e98379527cdd892fe628c"].assert_eq(&format!("{hash:032x}"));
 }

@@ -299,7 +299,7 @@ fn told_once(
 }
 
 /// Checks a name that may end in `*`.
-fn pattern_of(field: &str, pattern: &str) -> Result<(), Problem> {
+pub(super) fn pattern_of(field: &str, pattern: &str) -> Result<(), Problem> {
     name_of(field, pattern)?;
     let beginning = pattern.strip_suffix('*').unwrap_or(pattern);
     match beginning.contains('*') {
@@ -322,7 +322,7 @@ fn id_of(field: &str, text: &str) -> Result<ApiKeyId, Problem> {
 }
 
 /// A date as RFC 3339.
-fn date(unix_ms: u64) -> String {
+pub(super) fn date(unix_ms: u64) -> String {
     let at: SystemTime = UNIX_EPOCH + Duration::from_millis(unix_ms.min(EXPIRY_MS_MAX));
     humantime::format_rfc3339_seconds(at).to_string()
 }

@@ -4,10 +4,11 @@ use axum::extract::State;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use state::command::{Command, UserSpec};
+use state::budgets::{Budget, BudgetPeriod, BudgetStatus};
+use state::command::{Command, UserChanges, UserSpec};
 use state::ids::{LogIndex, UserKey};
 use state::quotas::{RemainingLimits, UserLimits};
-use state::users::{UserUsage, UserView};
+use state::users::{UserUsage, UserView, WEIGHT_MILLI_DEFAULT};
 
 use super::AdminState;
 use super::admission::{DEPRECATION, WARNING};
@@ -15,11 +16,12 @@ use super::answer::{
     ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, json, name_of, submit,
     unchanged,
 };
+use super::keys::{date, pattern_of};
 use super::problem::{invalid, not_found, unfit};
 use super::readback::{ReadBack, ReadBackJson};
 use crate::admission::Admission;
 use crate::error::Problem;
-use crate::settings::{SettingFault, UserLimitsForm, are_former_limits};
+use crate::settings::{SettingFault, UserLimitsForm, are_former_limits, read_budget};
 
 /// A user as stored in the state.
 #[derive(Serialize)]
@@ -37,9 +39,49 @@ struct UserDetail {
     limits: Option<UserLimitsForm>,
     /// Remainder of the effective limits; `null`: unlimited.
     left: RemainingLimits,
+    /// Tokens per day and month (UTC); absent: no budget.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    budget: Option<Budget>,
+    /// What is used of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    budget_left: Option<BudgetsLeft>,
+    /// Models that the user may use; absent: all.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    models: Vec<String>,
     total: UserUsage,
     window: UserUsage,
     last_charge_ms: u64,
+}
+
+/// What is used of a user's budgets, and when they begin anew.
+#[derive(Serialize)]
+struct BudgetsLeft {
+    day: Option<PeriodLeft>,
+    month: Option<PeriodLeft>,
+}
+
+#[derive(Serialize)]
+struct PeriodLeft {
+    used: u64,
+    left: u64,
+    resets_at: String,
+}
+
+impl BudgetsLeft {
+    fn of(budget: &BudgetStatus, unix_ms: u64) -> Self {
+        let left = |period| {
+            let left = budget.left(period, unix_ms, 0)?;
+            Some(PeriodLeft {
+                used: left.used,
+                left: left.tokens(),
+                resets_at: date(left.resets_at_ms),
+            })
+        };
+        Self {
+            day: left(BudgetPeriod::Day),
+            month: left(BudgetPeriod::Month),
+        }
+    }
 }
 
 /// Requests waiting for a backend with capacity.
@@ -50,7 +92,8 @@ struct QueuedRequests {
 }
 
 impl UserDetail {
-    fn of(user: &UserView, admission: &Admission) -> Self {
+    fn of(user: &UserView, admission: &Admission, unix_ms: u64) -> Self {
+        let budget = Some(user.budget).filter(|it| !it.budget.is_unbounded());
         Self {
             name: user.name.to_string(),
             key: key_text(user.key),
@@ -64,6 +107,9 @@ impl UserDetail {
             },
             limits: user.limits.as_ref().map(UserLimitsForm::from),
             left: user.left,
+            budget: budget.map(|it| it.budget),
+            budget_left: budget.map(|it| BudgetsLeft::of(&it, unix_ms)),
+            models: user.models.clone(),
             total: user.total,
             window: user.window,
             last_charge_ms: user.last_charge_ms,
@@ -111,7 +157,8 @@ pub(super) async fn list(
     });
     // Outside the closure: the queues' lock must not be awaited while `apply` waits for this
     // reader.
-    let shown = |user: &UserView| UserDetail::of(user, &admin.admission);
+    let now_ms = admin.clock.unix_ms();
+    let shown = |user: &UserView| UserDetail::of(user, &admin.admission, now_ms);
     answer.users = users.iter().map(shown).collect();
     if answer.users.len() > limit {
         answer.users.truncate(limit);
@@ -135,7 +182,7 @@ pub(super) async fn show(
     let user = found.ok_or_else(|| not_found(format!("no user has the name {name:?}")))?;
     Ok(json(&UserResponse {
         index,
-        user: UserDetail::of(&user, &admin.admission),
+        user: UserDetail::of(&user, &admin.admission, admin.clock.unix_ms()),
     }))
 }
 
@@ -152,6 +199,10 @@ pub(super) struct PutUserBody {
     /// Limits of the user, as `[admission.user_limits]` has them; without any bound, the user's own
     /// limits are removed and those for all users apply.
     limits: Option<Value>,
+    /// Tokens per `day` and `month`; without any, the budget is removed.
+    budget: Option<Value>,
+    /// Models that the user may use; empty: all.
+    models: Option<Vec<String>>,
 }
 
 impl ReadBack for PutUserBody {
@@ -162,6 +213,7 @@ impl ReadBack for PutUserBody {
         "in_flight",
         "waiting",
         "left",
+        "budget_left",
         "total",
         "window",
         "last_charge_ms",
@@ -184,19 +236,67 @@ impl PutUserBody {
         let limits = if are_former {
             UserLimits::deserialize(limits).map_err(|fault| invalid("limits", fault.to_string()))?
         } else {
-            let form = UserLimitsForm::read(limits).map_err(|faults| unfit(&within(faults)))?;
+            let form = UserLimitsForm::read(limits);
+            let form = form.map_err(|faults| unfit(&within("limits", faults)))?;
             form.limits()
         };
         Ok(Some(WrittenLimits { limits, are_former }))
     }
+
+    fn budget(&self) -> Result<Option<Budget>, Problem> {
+        let read = self.budget.as_ref().map(read_budget).transpose();
+        read.map_err(|faults| unfit(&within("budget", faults)))
+    }
+
+    /// The command for what the body has: the one that most builds know.
+    fn command(self, name: String, limits: Option<UserLimits>) -> Result<Command, Problem> {
+        let budget = self.budget()?;
+        let has_more = limits.is_some() || budget.is_some() || self.models.is_some();
+        let is_read = self.is_configured == Some(false) && has_more;
+        // Written back as it was read of a user without a weight of its own, it gives it none.
+        let is_set = |weight_milli: &u32| !is_read || *weight_milli != WEIGHT_MILLI_DEFAULT;
+        let weight_milli = self.weight_milli.filter(is_set);
+        for model in self.models.iter().flatten() {
+            pattern_of("models", model)?;
+        }
+        if budget.is_some() || self.models.is_some() {
+            return Ok(Command::ConfigureUser(Box::new(UserChanges {
+                name,
+                weight_milli,
+                limits,
+                budget,
+                models: self.models,
+            })));
+        }
+        match (weight_milli, limits) {
+            (None, None) => Err(invalid(
+                "body",
+                "neither weight_milli, limits, budget nor models".to_owned(),
+            )),
+            (Some(weight_milli), None) => Ok(Command::PutUser(UserSpec { name, weight_milli })),
+            (None, Some(limits)) => Ok(Command::PutUserLimits { name, limits }),
+            (Some(weight_milli), Some(limits)) => Ok(Command::SetUser {
+                user: UserSpec { name, weight_milli },
+                limits,
+            }),
+        }
+    }
+
+    /// Whether it would set nothing for a user of whom it was read that nobody configured it.
+    fn is_as_unconfigured(&self) -> bool {
+        self.is_configured == Some(false)
+            && self.limits.is_none()
+            && self.budget.is_none()
+            && self.models.is_none()
+    }
 }
 
 /// The faults with their keys as the body has them.
-fn within(mut faults: Vec<SettingFault>) -> Vec<SettingFault> {
+fn within(field: &str, mut faults: Vec<SettingFault>) -> Vec<SettingFault> {
     for fault in &mut faults {
         fault.key = match fault.key.as_str() {
-            "" => "limits".to_owned(),
-            key => format!("limits.{key}"),
+            "" => field.to_owned(),
+            key => format!("{field}.{key}"),
         };
     }
     faults
@@ -221,7 +321,7 @@ pub(super) async fn put(
         let found = format!("{other:?}, expected {name:?} as in the path");
         return Err(invalid("name", found));
     }
-    if body.is_configured == Some(false) && body.limits.is_none() {
+    if body.is_as_unconfigured() {
         at_level(&admin, ReadLevel::Linearizable).await?;
         let mut known = None;
         let read = &mut |state: &state::RouterState| known = state.user_named(&name);
@@ -236,18 +336,7 @@ pub(super) async fn put(
     let written = body.limits()?;
     let are_former = written.as_ref().is_some_and(|it| it.are_former);
     let limits = written.map(|it| it.limits);
-    let command = match (body.weight_milli, limits) {
-        (None, None) => {
-            let expected = "neither weight_milli nor limits".to_owned();
-            return Err(invalid("body", expected));
-        }
-        (Some(weight_milli), None) => Command::PutUser(UserSpec { name, weight_milli }),
-        (None, Some(limits)) => Command::PutUserLimits { name, limits },
-        (Some(weight_milli), Some(limits)) => Command::SetUser {
-            user: UserSpec { name, weight_milli },
-            limits,
-        },
-    };
+    let command = body.command(name, limits)?;
     let mut answer = submit(&admin, command).await?;
     if are_former {
         answer.headers_mut().extend([DEPRECATION, WARNING]);
@@ -263,7 +352,7 @@ pub(super) async fn remove(
     submit(&admin, Command::DeleteUser { name }).await
 }
 
-/// Resets the user's usage of its per-window limits.
+/// Resets the user's usage of its per-window limits and budgets.
 pub(super) async fn forgive(
     State(admin): State<AdminState>,
     PathParam(name): PathParam<String>,

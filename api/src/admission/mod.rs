@@ -45,7 +45,7 @@ pub use line::ModelQueueView;
 pub use metrics::AdmissionMetrics;
 pub(crate) use quota::{LimitLeft, LimitsLeft};
 
-use crate::clock::LogTime;
+use crate::clock::{Clock, LogTime};
 use crate::routing::{
     Decider, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PlacedRequest, Router,
     RoutingRejection, SharedOutbox, Shares, WantedPlaces,
@@ -89,6 +89,8 @@ pub struct Admission {
     metrics: AdmissionMetrics,
     /// By which users' limits go.
     log_time: LogTime,
+    /// The cluster's clock, by which budgets go.
+    clock: Clock,
 }
 
 #[derive(Default)]
@@ -150,6 +152,7 @@ impl Admission {
             target_ms: CODEL_TARGET_MS,
             metrics: AdmissionMetrics::default(),
             log_time: LogTime::default(),
+            clock: router.clock().clone(),
         }
     }
 

@@ -1,21 +1,22 @@
-//! Checks a user's rate limits before a request is routed or queued.
+//! Checks a user's rate limits and budgets before a request is routed or queued.
 //!
 //! The replicated state counts what was used, all replicas together; what this replica has let in
 //! since is added. Nothing is reserved between the check and the charge that follows at once: what
 //! requests on other threads slip in between is debt, as is what other replicas let in meanwhile.
 
 use state::admission::PendingCharges;
+use state::budgets::BudgetPeriod;
 use state::ids::UserKey;
 use state::quotas::{LimitRejection, PendingUse, Quota};
 
 use super::Admission;
 use crate::routing::UserName;
 
-/// What is left of a user's limits per window; `None`: there is no such limit.
+/// What is left of a user's limits per window and of its budgets; `None`: there is no such limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LimitsLeft {
     pub(crate) requests: Option<LimitLeft>,
-    /// Tokens, cached ones not counted.
+    /// Tokens, by the limit or budget of which least is left.
     pub(crate) tokens: Option<LimitLeft>,
 }
 
@@ -30,11 +31,12 @@ pub(crate) struct LimitLeft {
 }
 
 impl Admission {
-    /// Returns what is left of a user's limits per window, less what was admitted here and is not
-    /// applied yet; `None` for a user without any.
+    /// Returns what is left of a user's limits per window and of its budgets, less what was admitted
+    /// here and is not applied yet; `None` for a user without any.
     pub(crate) fn limits_left(&self, user: UserKey) -> Option<LimitsLeft> {
-        let limits = self.view.quota(user).limits;
-        if limits.requests.is_none() && limits.tokens.is_none() {
+        let Quota { limits, budget, .. } = self.view.quota(user);
+        let has_window = limits.requests.is_some() || limits.tokens.is_some();
+        if !has_window && budget.budget.is_unbounded() {
             return None;
         }
         let (quota, pending) = self.usage(user);
@@ -50,9 +52,24 @@ impl Admission {
         };
         let requests = pending.requests.saturating_sub(pending.dequeued);
         let size = quota.limits.requests.map(u64::from);
+        let tokens = of(quota.limits.tokens, left.tokens, pending.tokens, tokens_ms);
+        let budgets = self.budgets_left(&quota, &pending);
         Some(LimitsLeft {
             requests: of(size, left.requests, requests, requests_ms),
-            tokens: of(quota.limits.tokens, left.tokens, pending.tokens, tokens_ms),
+            tokens: tokens.into_iter().chain(budgets).min_by_key(|it| it.left),
+        })
+    }
+
+    fn budgets_left(&self, quota: &Quota, pending: &PendingUse) -> impl Iterator<Item = LimitLeft> {
+        let unix_ms = self.clock.unix_ms();
+        let (budget, pending) = (quota.budget, pending.billed_tokens);
+        BudgetPeriod::ALL.into_iter().filter_map(move |period| {
+            let left = budget.left(period, unix_ms, pending)?;
+            Some(LimitLeft {
+                limit: left.limit,
+                left: left.tokens(),
+                reset_ms: left.resets_at_ms.saturating_sub(unix_ms),
+            })
         })
     }
 
@@ -65,13 +82,14 @@ impl Admission {
     /// Whether `user` may have one more request.
     ///
     /// # Errors
-    /// With the limit it would break.
+    /// With the budget that is used up, or the limit it would break.
     pub(super) fn check_quota(&self, user: &UserName) -> Result<(), LimitRejection> {
         let user = user.key(self.view.registry().hash_seed);
-        if self.view.quota(user).limits.is_unbounded() {
+        if self.view.quota(user).is_unbounded() {
             return Ok(());
         }
         let (quota, pending) = self.usage(user);
+        quota.check_budget(self.clock.unix_ms(), &pending)?;
         let now_ms = self.log_time.present_ms(self.view.now_ms());
         quota.check(now_ms, &pending)
     }

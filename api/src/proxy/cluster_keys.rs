@@ -54,11 +54,6 @@ impl Holder {
         }
     }
 
-    /// Whether the key, if it is the cluster's, may use this model.
-    pub(super) fn allows_model(&self, model: &str) -> bool {
-        self.key().is_none_or(|key| key.allows_model(model))
-    }
-
     /// Whether the key, if it is the cluster's, is for some models only.
     pub(super) fn has_models(&self) -> bool {
         self.key().is_some_and(|key| !key.spec.models.is_empty())
@@ -87,7 +82,7 @@ impl Holder {
 }
 
 /// Lists names for people, within bounds.
-fn listed(names: &[String]) -> String {
+pub(super) fn listed(names: &[String]) -> String {
     let mut text = String::new();
     for name in names {
         if text.len() + name.len() > LISTED_BYTES_MAX {

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Uri, Version, response};
 use state::ids::Slot;
-use state::quotas::LimitKind;
+use state::quotas::{LimitKind, LimitRejection};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -140,14 +140,7 @@ fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> Pr
         AdmissionRejection::NoBackend(RoutingRejection::AllTried) => ProxyError::Unreachable,
         AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => too_long(proxy, asked),
         AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => ProxyError::Overloaded,
-        AdmissionRejection::OverLimit(over) => ProxyError::OverLimit {
-            limit: match over.limit {
-                LimitKind::Requests => "requests per window",
-                LimitKind::Tokens => "tokens per window",
-                LimitKind::Concurrent => "requests at once",
-            },
-            retry_after_ms: over.retry_after_ms,
-        },
+        AdmissionRejection::OverLimit(over) => over_limit(over),
         AdmissionRejection::QueueFull { retry_after_ms } => ProxyError::QueueFull {
             retry_after_ms: jittered(retry_after_ms, asked),
         },
@@ -163,6 +156,29 @@ fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> Pr
             retry_after_ms: jittered(retry_after_ms, asked),
         },
         AdmissionRejection::Leaving => ProxyError::Leaving,
+    }
+}
+
+/// The user has no more of a limit or a budget.
+fn over_limit(over: LimitRejection) -> ProxyError {
+    let retry_after_ms = over.retry_after_ms;
+    let limit = match over.limit {
+        LimitKind::Requests => "requests per window",
+        LimitKind::Tokens => "tokens per window",
+        LimitKind::Concurrent => "requests at once",
+        LimitKind::DayBudget => return over_budget("day", retry_after_ms),
+        LimitKind::MonthBudget => return over_budget("month", retry_after_ms),
+    };
+    ProxyError::OverLimit {
+        limit,
+        retry_after_ms,
+    }
+}
+
+fn over_budget(period: &'static str, retry_after_ms: u64) -> ProxyError {
+    ProxyError::OverBudget {
+        period,
+        retry_after_ms,
     }
 }
 

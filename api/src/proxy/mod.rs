@@ -62,6 +62,7 @@ mod sse;
 mod startup;
 mod stored;
 mod suspects;
+mod user_models;
 
 use std::borrow::Cow;
 use std::pin::Pin;
@@ -464,10 +465,10 @@ impl Proxy {
         }
         let body = match id {
             None => models::list(&registry, &self.backends, &|model| {
-                holder.allows_model(model)
+                holder.check_either_model(&self.view, model).is_ok()
             }),
             Some(id) => {
-                holder.check_model(id)?;
+                holder.check_either_model(&self.view, id)?;
                 models::one(&registry, &self.backends, id).ok_or_else(|| {
                     ProxyError::UnknownModel {
                         model: models::shown_model(id),

@@ -22,6 +22,7 @@ use super::keys::Holder;
 use super::request::{check_head, priority, refuse_websocket};
 use super::routes::{Route, route, takes_form, unrouted, without_slash};
 use super::settings::ProxySettings;
+use super::user_models::check_user_model;
 use crate::error::ProxyError;
 use crate::prompt::{ParsedBody, PromptIdentity, PromptReader, ReadError, ReadRequest, read_form};
 use crate::routing::{Decider, Router, RoutingPreferences, RoutingRequest, UserName};
@@ -161,6 +162,7 @@ impl RequestReader {
             headers,
         };
         let IdentifiedUser { name, source } = identify(&self.settings, hashing, &client, &parsed)?;
+        check_user_model(&self.view, name.as_str(), &parsed.model)?;
         let priority = priority(headers, self.settings.priority_max)?;
         let request = ClientRequest {
             preferences: self.decider.preferences(headers)?,

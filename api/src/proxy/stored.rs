@@ -6,7 +6,7 @@
 //! at random, so no other engine has another response by the same id. Nothing is charged: no model
 //! runs.
 //!
-//! A key that is for some models only gets responses of these. Which model made one stands in the
+//! Who may use some models only, key or user, gets responses of these. Which model made one stands in the
 //! response, so it is read before anything is done with it.
 
 use std::sync::{Arc, Mutex};
@@ -53,12 +53,13 @@ pub(super) async fn forward_stored(
     let mut was_silent = false;
     for keeper in keepers(proxy) {
         let asked = async {
-            if holder.has_models() {
+            if holder.has_some_models(&proxy.view) {
                 let response = ask(proxy, &keeper, &reading(head), from).await?;
                 if is_elsewhere(response.status()) {
                     return Ok(Ok(response));
                 }
-                if let Err(refusal) = holder.check_model(&model_of(response).await) {
+                let model = model_of(response).await;
+                if let Err(refusal) = holder.check_either_model(&proxy.view, &model) {
                     return Ok(Err(refusal));
                 }
             }

@@ -13,6 +13,7 @@ use state::admission::{
     AdmissionSettings, BATCH_MAX, Batching, BinSelection, ChargeInput, Grants, MEMORY_Z_MILLI_MAX,
     Order, SlaSettings,
 };
+use state::budgets::Budget;
 use state::command::Rejection;
 use state::quotas::{TOKENS_MAX, UserLimits};
 
@@ -116,6 +117,7 @@ pub struct UserLimitsForm {
 
 static SCHEMA: LazyLock<Value> = LazyLock::new(|| schema_of::<AdmissionForm>(form::named));
 static LIMITS: LazyLock<Value> = LazyLock::new(|| schema_of::<UserLimitsForm>(form::named));
+static BUDGET: LazyLock<Value> = LazyLock::new(|| schema_of::<Budget>(form::named));
 
 impl AdmissionForm {
     /// Reads the settings in a document.
@@ -204,6 +206,14 @@ impl From<&UserLimits> for UserLimitsForm {
             window: limits.window_ms.map(ms),
         }
     }
+}
+
+/// Reads a user's budget: tokens per `day` and `month`.
+///
+/// # Errors
+/// Every fault, at least one.
+pub fn read_budget(document: &Value) -> Result<Budget, Vec<SettingFault>> {
+    read_form(&BUDGET, document)
 }
 
 fn read_form<T: DeserializeOwned>(

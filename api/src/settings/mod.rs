@@ -10,7 +10,9 @@ mod form;
 mod listing;
 mod schema;
 
-pub use admission::{AdmissionForm, SlaForm, UserLimitsForm, are_former_limits, is_former};
+pub use admission::{
+    AdmissionForm, SlaForm, UserLimitsForm, are_former_limits, is_former, read_budget,
+};
 pub use form::{
     Bounds, Form, FormLookup, LongSpan, LongSpanOrZero, NamedForm, Parsed, Slots, Span, SpanOrZero,
     first, is_span, ms, named, show_duration, span,

@@ -2,11 +2,15 @@
 
 use std::time::Duration;
 
+use api::clock::Clock;
 use api::proxy::{ApiKeys, ProxySettings};
-use state::command::Command;
+use state::budgets::Budget;
+use state::command::{Charge, Command, Item, UserChanges};
+use state::ids::{AttemptId, ReplicaId};
+use state::prefix::user_key;
 use state::quotas::{UserLimits, WINDOW_MS_MAX};
 
-use super::client::{Client, chat, post};
+use super::client::{Answer, Client, chat, post};
 use super::engine::{Engine, Step, json};
 use super::fleet::{Fleet, eventually};
 
@@ -216,4 +220,84 @@ async fn an_answer_says_what_is_left_of_its_users_limits() {
     let unlimited = ask("bob").await;
     let is_told = |(name, _): &(String, String)| name.starts_with("x-ratelimit");
     assert!(!unlimited.headers.iter().any(is_told), "{unlimited:?}");
+}
+
+/// A completion of this user.
+async fn complete(fleet: &Fleet, user: &str) -> Answer {
+    let headers = format!("content-type: application/json\r\nx-quorate-user: {user}\r\n");
+    let body = r#"{"model":"m","prompt":"hello"}"#;
+    let request = post("/v1/completions", &headers, body);
+    fleet.client().await.ask(request).await
+}
+
+fn changes(name: &str) -> UserChanges {
+    UserChanges {
+        name: name.to_owned(),
+        ..UserChanges::default()
+    }
+}
+
+#[tokio::test]
+async fn a_budget_that_is_used_up_is_so_for_all_replicas_until_its_period_ends() {
+    let engine = Engine::always(vec![json("200 OK", "{}")]).await;
+    let settings = [1, 2].map(|id| ProxySettings::new(ReplicaId(id)));
+    let fleets = Fleet::replicas(&[&engine], settings.into()).await;
+    let budget = Budget {
+        day: Some(5000),
+        month: Some(1_000_000),
+    };
+    fleets[0].apply(Command::ConfigureUser(Box::new(UserChanges {
+        budget: Some(budget),
+        ..changes("ada")
+    })));
+    let used = Charge {
+        user: user_key(fleets[0].hash_seed(), "ada"),
+        input_uncached: 3000,
+        input_cached: 1500,
+        output: 400,
+        ..Charge::default()
+    };
+    let used = || Command::Batch {
+        base_attempt: AttemptId(0),
+        items: vec![Item::Charge(used)],
+    };
+    let now_ms = || Clock::default().unix_ms();
+    fleets[0].apply_at(now_ms(), used());
+    let answer = complete(&fleets[1], "ada").await;
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    assert_eq!(answer.header("x-ratelimit-limit-tokens"), Some("5000"));
+    fleets[0].apply_at(now_ms(), used());
+    for fleet in &fleets {
+        let answer = complete(fleet, "ada").await;
+        answer.refuses(429, "insufficient_quota");
+        assert!(
+            answer.body.contains(r#""type":"insufficient_quota""#),
+            "{}",
+            answer.body
+        );
+        assert_eq!(answer.header("x-ratelimit-remaining-tokens"), Some("0"));
+        let wait_s: u64 = answer.header("retry-after").unwrap().parse().unwrap();
+        assert!((1..=24 * 3600).contains(&wait_s), "{wait_s}");
+        assert_eq!(complete(fleet, "bob").await.status, 200);
+    }
+    // What was used a day before counts for that day.
+    let name = || "ada".to_owned();
+    fleets[0].apply(Command::ForgiveUser { name: name() });
+    fleets[0].apply_at(now_ms() - 24 * 3600 * 1000, used());
+    fleets[0].apply_at(now_ms() - 24 * 3600 * 1000, used());
+    assert_eq!(complete(&fleets[1], "ada").await.status, 200);
+}
+
+#[tokio::test]
+async fn a_user_may_use_its_models_whatever_key_it_has() {
+    let (_engine, fleet) = start(|_| {}).await;
+    assert_eq!(complete(&fleet, "ada").await.status, 200);
+    fleet.apply(Command::ConfigureUser(Box::new(UserChanges {
+        models: Some(vec!["other*".to_owned()]),
+        ..changes("ada")
+    })));
+    let answer = complete(&fleet, "ada").await;
+    answer.refuses(403, "model_not_allowed");
+    assert!(answer.body.contains("`other*`"), "{}", answer.body);
+    assert_eq!(complete(&fleet, "bob").await.status, 200);
 }

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use state::RouterState;
-use state::command::{Command, Rejection, Reply, UserSpec};
+use state::command::{Command, Rejection, Reply, UserChanges, UserSpec};
 
 /// A part of the state that is written and read as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,6 +52,13 @@ impl RegisterKey {
             }
             | Command::DeleteUser { name } => {
                 return vec![Self::Weight(name.clone()), Self::Limits(name.clone())];
+            }
+            Command::ConfigureUser(changes) => {
+                let weight = changes
+                    .weight_milli
+                    .map(|_| Self::Weight(changes.name.clone()));
+                let limits = changes.limits.map(|_| Self::Limits(changes.name.clone()));
+                return weight.into_iter().chain(limits).collect();
             }
             Command::FoundWithSettings(_) => {
                 return vec![Self::Policy, Self::Routing, Self::Admission];
@@ -147,6 +154,12 @@ impl Registers {
             let (name, limits) = (user.name.clone(), *limits);
             return self.write(&Command::PutUserLimits { name, limits });
         }
+        if let Command::ConfigureUser(changes) = command {
+            for part in parts_of(changes) {
+                self.write(&part);
+            }
+            return Reply::Applied;
+        }
         if let Command::DeleteUser { .. } = command {
             for key in RegisterKey::all_of(command) {
                 self.0.remove(&key);
@@ -220,6 +233,7 @@ fn validate(command: &Command) -> Result<(), Rejection> {
         Command::PutAdmission(settings) => settings.validate(),
         Command::PutUserLimits { limits, .. } => limits.validate(),
         Command::SetUser { user, limits } => user.validate().and_then(|()| limits.validate()),
+        Command::ConfigureUser(changes) => changes.validate(),
         _ => Ok(()),
     }
 }
@@ -232,4 +246,20 @@ fn unknown(name: &str) -> Reply {
     Reply::Rejected(Rejection::UnknownBackend {
         name: name.to_owned(),
     })
+}
+
+/// The writes of single registers that changes of a user are made of.
+pub(super) fn parts_of(changes: &UserChanges) -> Vec<Command> {
+    let name = || changes.name.clone();
+    let weight = changes.weight_milli.map(|weight_milli| {
+        Command::PutUser(UserSpec {
+            name: name(),
+            weight_milli,
+        })
+    });
+    let limits = changes.limits.map(|limits| Command::PutUserLimits {
+        name: name(),
+        limits,
+    });
+    weight.into_iter().chain(limits).collect()
 }

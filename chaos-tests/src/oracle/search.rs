@@ -19,7 +19,7 @@ use std::rc::Rc;
 use stateright::semantics::{ConsistencyTester, LinearizabilityTester, SequentialSpec};
 
 use super::history::{Action, History, Operation, OperationResult};
-use super::register::{RegisterKey, RegisterText};
+use super::register::{RegisterKey, RegisterText, parts_of};
 use state::command::{Command, Rejection, Reply};
 
 /// Most operations of one piece.
@@ -190,6 +190,11 @@ impl Texts {
                     true => RegisterOp::Clear,
                     false => RegisterOp::Set(self.number(&format!("{limits:?}"))),
                 }
+            }
+            Command::ConfigureUser(changes) => {
+                let mut parts = parts_of(changes).into_iter();
+                let part = parts.find(|part| RegisterKey::all_of(part).contains(key));
+                part.map_or(RegisterOp::Read, |part| self.op(key, &Action::Write(part)))
             }
             Command::DeleteUser { .. } => RegisterOp::Clear,
             // Of no key: nobody asks for it here.

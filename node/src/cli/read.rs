@@ -153,6 +153,11 @@ pub(super) fn limits(user: &Value) -> String {
         .filter(|(name, _)| !left[name].is_null())
         .map(|(name, words)| format!("{} {words} left", cell(&left[name])))
         .collect();
+    let budgets = ["day", "month"].into_iter().filter_map(|period| {
+        let left = &user["budget_left"][period]["left"];
+        (!left.is_null()).then(|| format!("{} tokens left this {period}", cell(left)))
+    });
+    let shown: Vec<String> = shown.into_iter().chain(budgets).collect();
     if shown.is_empty() {
         "-".to_owned()
     } else {

@@ -26,7 +26,7 @@ pub(super) enum UserCommand {
         #[command(flatten)]
         read: ReadArgs,
     },
-    /// Set a user's weight and limits; what is not given stays
+    /// Set a user's weight, limits, budget and models; what is not given stays
     Set(SetUserArgs),
     /// Delete a user who has no requests
     Delete {
@@ -35,7 +35,7 @@ pub(super) enum UserCommand {
         #[command(flatten)]
         write: WriteArgs,
     },
-    /// Forget what a user has used of its limits per window
+    /// Forget what a user has used of its limits per window and of its budgets
     Forgive {
         /// Name of the user
         name: String,
@@ -47,6 +47,7 @@ pub(super) enum UserCommand {
 /// `quorate user set`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("bound").multiple(true).args(["requests", "tokens", "concurrent", "window"]))]
+#[command(group = clap::ArgGroup::new("budget").multiple(true).args(["budget_day", "budget_month"]))]
 pub(super) struct SetUserArgs {
     /// Name of the user
     name: String,
@@ -68,8 +69,24 @@ pub(super) struct SetUserArgs {
     /// Remove the user's own limits, so that those of all users apply
     #[arg(long, conflicts_with = "bound")]
     no_limits: bool,
-    /// Take weight and limits from this file, as `user show --json` prints them; `-` is stdin
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["weight", "bound", "no_limits"])]
+    /// Tokens per day (UTC), prompts and answers together
+    #[arg(long, value_name = "TOKENS")]
+    budget_day: Option<u64>,
+    /// Tokens per month (UTC), prompts and answers together
+    #[arg(long, value_name = "TOKENS")]
+    budget_month: Option<u64>,
+    /// Remove the user's budget
+    #[arg(long, conflicts_with = "budget")]
+    no_budget: bool,
+    /// A model that the user may use, or the beginning of names and `*`; may be repeated. They replace
+    /// the present ones
+    #[arg(long = "model", value_name = "MODEL")]
+    models: Vec<String>,
+    /// Let the user use all models
+    #[arg(long, conflicts_with = "models")]
+    all_models: bool,
+    /// Take all of it from this file, as `user show --json` prints it; `-` is stdin
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["weight", "bound", "no_limits", "budget", "no_budget", "models", "all_models"])]
     file: Option<PathBuf>,
     #[command(flatten)]
     write: WriteArgs,
@@ -109,7 +126,10 @@ pub(super) async fn run(command: UserCommand) -> anyhow::Result<ExitCode> {
         UserCommand::Forgive { name, write } => {
             let path = format!("{}/forgive", path_of(&name));
             let answer = write.target.send(Method::POST, &path, None).await?;
-            write.done(&format!("user {name}: limits begin anew"), &answer)
+            write.done(
+                &format!("user {name}: limits and budgets begin anew"),
+                &answer,
+            )
         }
     }
 }
@@ -176,46 +196,59 @@ async fn set(args: SetUserArgs) -> anyhow::Result<ExitCode> {
 }
 
 impl SetUserArgs {
-    /// Returns what the flags change. Limits are replaced as a whole, so that the user's present
-    /// ones are read.
+    /// Returns what the flags change. Limits are replaced as a whole, and so is a budget, so that the
+    /// user's present ones are read.
     async fn changes(&self, path: &str) -> anyhow::Result<Value> {
         let mut body = json!({});
         if let Some(weight) = self.weight {
             body["weight_milli"] = json!(weight);
         }
-        let bounds = [
+        let limits = [
             ("requests", json!(self.requests)),
             ("tokens", json!(self.tokens)),
             ("concurrent", json!(self.concurrent)),
             ("window", json!(self.window)),
         ];
-        if bounds.iter().any(|(_, bound)| !bound.is_null()) {
-            let mut limits = self.present_limits(path).await?;
-            for (name, bound) in bounds {
-                if !bound.is_null() {
-                    limits[name] = bound;
+        let budget = [
+            ("day", json!(self.budget_day)),
+            ("month", json!(self.budget_month)),
+        ];
+        for (field, bounds, is_removed) in [
+            ("limits", &limits[..], self.no_limits),
+            ("budget", &budget[..], self.no_budget),
+        ] {
+            let given = bounds.iter().filter(|(_, bound)| !bound.is_null());
+            let given: Vec<_> = given.collect();
+            if !given.is_empty() {
+                let mut present = self.present(path, field).await?;
+                for (name, bound) in given {
+                    present[name] = bound.clone();
                 }
+                body[field] = present;
+            } else if is_removed {
+                body[field] = json!({});
             }
-            body["limits"] = limits;
-        } else if self.no_limits {
-            body["limits"] = json!({});
+        }
+        if !self.models.is_empty() || self.all_models {
+            body["models"] = json!(self.models);
         }
         if body == json!({}) {
-            bail!("nothing to set: give a weight, a limit or a file");
+            bail!("nothing to set: give a weight, a limit, a budget, models or a file");
         }
         Ok(body)
     }
 
-    async fn present_limits(&self, path: &str) -> anyhow::Result<Value> {
+    /// Reads what the user has at present.
+    async fn present(&self, path: &str, field: &str) -> anyhow::Result<Value> {
         let latest = format!("{path}?read=linearizable");
         let answer = self.write.target.ask(Method::GET, &latest, None).await?;
         if answer.status == StatusCode::NOT_FOUND {
             return Ok(json!({}));
         }
         let mut user = answer.success()?;
-        Ok(match user["limits"].take() {
+        Ok(match user[field].take() {
             Value::Null => json!({}),
-            limits => limits,
+            present => present,
         })
     }
 }

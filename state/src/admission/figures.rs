@@ -75,6 +75,7 @@ pub struct PendingCharges {
 struct PendingCharge {
     priced: u64,
     tokens: u64,
+    billed_tokens: u64,
     started: u64,
     ended: u64,
     queued: u64,
@@ -86,6 +87,10 @@ impl PendingCharge {
         Self {
             priced: pricing.due(charge),
             tokens: charge.input_uncached.saturating_add(charge.output),
+            billed_tokens: charge
+                .input_uncached
+                .saturating_add(charge.input_cached)
+                .saturating_add(charge.output),
             started: u64::from(charge.started),
             ended: u64::from(charge.ended),
             queued: u64::from(charge.queued),
@@ -96,6 +101,7 @@ impl PendingCharge {
     fn zip(&mut self, other: &Self, with: impl Fn(u64, u64) -> u64) {
         self.priced = with(self.priced, other.priced);
         self.tokens = with(self.tokens, other.tokens);
+        self.billed_tokens = with(self.billed_tokens, other.billed_tokens);
         self.started = with(self.started, other.started);
         self.ended = with(self.ended, other.ended);
         self.queued = with(self.queued, other.queued);
@@ -161,6 +167,7 @@ impl PendingCharges {
             dequeued: owed.dequeued,
             ended: owed.ended,
             tokens: owed.tokens,
+            billed_tokens: owed.billed_tokens,
         }
     }
 }

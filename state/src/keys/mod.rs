@@ -21,7 +21,7 @@ use bincode::{Decode, Encode};
 
 use crate::ids::ApiKeyId;
 use crate::reject::Rejection;
-use crate::validate::{ensure, is_name};
+use crate::validate::{PATTERNS_BYTES_MAX, ensure, is_name, stands_for};
 
 pub use crate::bounds::API_KEYS_MAX;
 pub use published::{FoundKey, KeysView};
@@ -29,7 +29,7 @@ pub(crate) use revoked::RevokedKeys;
 pub(crate) use table::{Keys, KeysImage};
 
 /// Maximum total length of a key's models and scopes, in bytes.
-pub const API_KEY_LISTS_BYTES_MAX: usize = 1024;
+pub const API_KEY_LISTS_BYTES_MAX: usize = PATTERNS_BYTES_MAX;
 /// Longest time for which a rotation leaves the former secret valid, in milliseconds: 30 days.
 pub const GRACE_MS_MAX: u64 = 30 * 24 * 60 * 60 * 1000;
 
@@ -160,13 +160,5 @@ impl ApiKey {
     fn secrets(&self) -> impl Iterator<Item = SecretHash> + use<> {
         let former = self.former.map(|former| former.secret);
         [Some(self.spec.secret), former].into_iter().flatten()
-    }
-}
-
-/// Whether `pattern` is `text`, or ends in `*` and is the beginning of it.
-fn stands_for(pattern: &str, text: &str) -> bool {
-    match pattern.strip_suffix('*') {
-        Some(beginning) => text.starts_with(beginning),
-        None => pattern == text,
     }
 }

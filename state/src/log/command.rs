@@ -6,6 +6,7 @@
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
+use crate::budgets::Budget;
 use crate::exact::KvBatch;
 use crate::grants::Wait;
 use crate::ids::{
@@ -20,7 +21,7 @@ use crate::ratios::TextSample;
 use crate::readers::Assignment;
 use crate::service::ServiceSample;
 use crate::settings::{AdmissionSettings, UserLimits};
-use crate::validate::{ensure, is_name};
+use crate::validate::{are_models, ensure, is_name};
 
 pub use crate::backends::{BackendSpec, EngineFacts};
 pub use crate::bounds::{
@@ -225,6 +226,9 @@ pub enum Command {
         /// Whether to replace a state that is not empty.
         force: bool,
     },
+    /// Changes weight, limits, budget and models of a user: all that is given, or nothing. Format
+    /// version 6.
+    ConfigureUser(Box<UserChanges>),
 }
 
 /// What a cluster is founded with.
@@ -353,6 +357,39 @@ pub struct UserSpec {
     pub name: String,
     /// Share of service relative to other users, in thousandths: 1000 is one share. At least 1.
     pub weight_milli: u32,
+}
+
+/// Changes to a user as an operator asks for them. `None`: stays as it is.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub struct UserChanges {
+    /// Name of the user.
+    pub name: String,
+    /// Share of service relative to other users, in thousandths. At least 1.
+    pub weight_milli: Option<u32>,
+    /// Limits. Without any bound they remove the user's own.
+    pub limits: Option<UserLimits>,
+    /// Budget. Without any bound it removes the user's.
+    pub budget: Option<Budget>,
+    /// Models that the user may use; one that ends in `*` stands for all that begin so. Empty: all.
+    pub models: Option<Vec<String>>,
+}
+
+impl UserChanges {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
+        ensure(is_name(&self.name), "name", "1 to 256 bytes")?;
+        ensure(self.weight_milli != Some(0), "weight_milli", "at least 1")?;
+        self.limits.map_or(Ok(()), |limits| limits.validate())?;
+        self.budget.map_or(Ok(()), |budget| budget.validate())?;
+        ensure(
+            self.models.as_ref().is_none_or(|models| are_models(models)),
+            "models",
+            "1 to 256 bytes each, 1024 bytes together at most",
+        )
+    }
 }
 
 impl UserSpec {

@@ -65,6 +65,8 @@ pub enum AuditAction {
     RevokeKey,
     /// An API key got another secret.
     RotateKey,
+    /// Weight, limits, budget or models of a user were set.
+    ConfigureUser,
 }
 
 /// Ring of audit entries, oldest first.
@@ -95,6 +97,12 @@ impl Audit {
             )
         };
         self.iter().any(|entry| is_later(entry.action))
+    }
+
+    /// Whether the ring holds an entry of a kind introduced with format version 6.
+    pub(super) fn has_version_6(&self) -> bool {
+        self.iter()
+            .any(|entry| entry.action == AuditAction::ConfigureUser)
     }
 
     /// Returns the log index of the last restore that is still in the ring.

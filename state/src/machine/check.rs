@@ -26,6 +26,7 @@
 //! - **I75** Block sizes stay within their bounds and belong to registered backends.
 //! - **I100** Every secret of an API key leads to that key and to no other, in the table and as
 //!   published, there are no more keys than there may be, and none whose id was revoked.
+//! - **I105** The plans of users are ones that could have been set, counted as they are.
 //! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
 //! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests

@@ -11,7 +11,7 @@ use bincode::{Decode, Encode};
 use super::{AuditAction, RouterState};
 use crate::backends::{Backend, SlotChange};
 use crate::charge::Charge;
-use crate::command::{Origin, UserSpec};
+use crate::command::{Origin, UserChanges, UserSpec};
 use crate::encoding;
 use crate::exact::{KvBatch, KvDoubt};
 use crate::grants::Wait;
@@ -146,6 +146,41 @@ impl RouterState {
         self.put_user(origin, user)?;
         // The user exists and both values are valid, so this cannot be rejected.
         self.put_user_limits(origin, name, limits)
+    }
+
+    /// Changes what is told of a user, all of it or nothing.
+    pub(super) fn configure_user(
+        &mut self,
+        origin: &Origin,
+        changes: UserChanges,
+    ) -> Result<(), Rejection> {
+        changes.validate()?;
+        let UserChanges {
+            name,
+            weight_milli,
+            limits,
+            budget,
+            models,
+        } = changes;
+        let key = user_key(self.config.hash_seed, &name);
+        if !self.users.plan(key, &name, (budget, models)) {
+            return Err(Rejection::TooManyUsers);
+        }
+        // There is room for one who is planned. Otherwise one of these makes it, or is rejected while
+        // nothing has changed.
+        if let Some(weight_milli) = weight_milli
+            && !self.users.configure(key, &name, weight_milli)
+        {
+            return Err(Rejection::TooManyUsers);
+        }
+        if let Some(limits) = limits {
+            let limits = Some(limits).filter(|limits| !limits.is_unbounded());
+            if !self.users.limit(key, &name, limits) {
+                return Err(Rejection::TooManyUsers);
+            }
+        }
+        self.note(origin, AuditAction::ConfigureUser, name);
+        Ok(())
     }
 
     pub(super) fn forgive_user(&mut self, origin: &Origin, name: String) -> Result<(), Rejection> {
@@ -335,6 +370,7 @@ impl RouterState {
                 charge: admission.map(|it| it.charge).unwrap_or_default(),
             },
             limits: admission.map(|it| it.user_limits).unwrap_or_default(),
+            calendar_ms: self.time.stamped_ms,
         }
     }
 

@@ -330,6 +330,7 @@ impl RouterState {
             Command::PutAdmission(settings) => self.put_admission(origin, settings),
             Command::PutUserLimits { name, limits } => self.put_user_limits(origin, name, limits),
             Command::SetUser { user, limits } => self.set_user(origin, user, limits),
+            Command::ConfigureUser(changes) => self.configure_user(origin, *changes),
             Command::ForgiveUser { name } => self.forgive_user(origin, name),
             Command::DeleteUser { name } => self.delete_user(origin, name),
             Command::CreateKey(spec) => self.create_key(origin, *spec),

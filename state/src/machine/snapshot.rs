@@ -9,7 +9,7 @@
 //! and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 5 lacks revoked API keys. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
+//! Version 5 lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
 //! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
 //! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
@@ -35,7 +35,7 @@ use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
 pub const SNAPSHOT_VERSION: u16 = 6;
-/// Version of a state that remembers no revoked API keys, nor anything else that version 6 introduced.
+/// Version of a state without plans of users that remembers no revoked API keys, nor anything else that version 6 introduced.
 const SNAPSHOT_VERSION_KEYS: u16 = 5;
 /// Version of a state without API keys, and without a trace of them in the audit.
 const SNAPSHOT_VERSION_SECRET: u16 = 4;
@@ -76,6 +76,7 @@ mod tag {
     pub(super) const BLOCK_SIZES: u8 = 20;
     pub(super) const KEYS: u8 = 21;
     pub(super) const REVOKED_KEYS: u8 = 22;
+    pub(super) const PLANS: u8 = 23;
     pub(super) const END: u8 = 255;
 }
 
@@ -145,6 +146,9 @@ impl FrozenState {
         for piece in self.keys.pieces() {
             write_section(out, tag::KEYS, &piece)?;
         }
+        for piece in self.users.plans() {
+            write_section(out, tag::PLANS, &piece)?;
+        }
         for piece in self.revoked.pieces() {
             write_section(out, tag::REVOKED_KEYS, &piece)?;
         }
@@ -206,6 +210,8 @@ impl RouterState {
     fn snapshot_version(&self, has_later: bool) -> u16 {
         let is_restored = self.staged.is_some() || self.audit.restored().is_some();
         let is_of_version_6 = self.keys.revoked().len() > 0
+            || self.users.planned_len() > 0
+            || self.audit.has_version_6()
             || self
                 .staged
                 .as_ref()
@@ -358,6 +364,7 @@ impl RouterState {
                 self.ratios.check()?;
             }
             tag::KEYS => self.keys.restore_piece(payload)?,
+            tag::PLANS => self.users.restore_plans(payload)?,
             tag::REVOKED_KEYS => self.keys.restore_revoked(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             tag::HASHING => self.hash_secret = Some(section(payload)?),

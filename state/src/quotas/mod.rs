@@ -20,6 +20,8 @@ mod tests;
 
 use serde::Serialize;
 
+use crate::budgets::{BudgetPeriod, BudgetStatus};
+
 pub(crate) use bucket::Consumed;
 
 pub use crate::settings::{TOKENS_MAX, UserLimits, WINDOW_MS_DEFAULT, WINDOW_MS_MAX};
@@ -38,6 +40,10 @@ pub enum LimitKind {
     Tokens,
     /// Requests in flight at once.
     Concurrent,
+    /// Tokens per day.
+    DayBudget,
+    /// Tokens per month.
+    MonthBudget,
 }
 
 /// A request that its user's limits do not allow right now.
@@ -71,11 +77,37 @@ pub struct Quota {
     pub(crate) in_flight: u64,
     /// Requests waiting at all replicas: admitted, but not in `consumed` until they start.
     pub(crate) waiting: u64,
+    /// Tokens per day and month, and what is used of them.
+    pub budget: BudgetStatus,
 }
 
 impl Quota {
-    /// Checks whether one more request is allowed at `now_ms`, in replicated time. `pending` is
-    /// what the caller admitted and the state does not show yet.
+    /// Whether there is neither a limit nor a budget.
+    #[must_use]
+    pub fn is_unbounded(&self) -> bool {
+        self.limits.is_unbounded() && self.budget.budget.is_unbounded()
+    }
+
+    /// Checks whether there is budget left for one more request at this Unix time, by the cluster's
+    /// clock. `pending` is what the caller charged and the state does not show yet.
+    ///
+    /// # Errors
+    /// The budget that is used up; of both, the one that ends last.
+    pub fn check_budget(&self, unix_ms: u64, pending: &PendingUse) -> Result<(), LimitRejection> {
+        match self.budget.exhausted(unix_ms, pending.billed_tokens) {
+            None => Ok(()),
+            Some((period, left)) => Err(LimitRejection {
+                limit: match period {
+                    BudgetPeriod::Day => LimitKind::DayBudget,
+                    BudgetPeriod::Month => LimitKind::MonthBudget,
+                },
+                retry_after_ms: left.resets_at_ms.saturating_sub(unix_ms).max(1),
+            }),
+        }
+    }
+
+    /// Checks whether one more request is within the limits at `now_ms`, in replicated time.
+    /// `pending` is what the caller admitted and the state does not show yet.
     ///
     /// # Errors
     /// The bound that it would exceed; of several, the one with the longest wait.
@@ -154,4 +186,6 @@ pub struct PendingUse {
     pub ended: u64,
     /// Tokens, not counting cached ones.
     pub tokens: u64,
+    /// Tokens, cached ones included: what budgets count.
+    pub billed_tokens: u64,
 }

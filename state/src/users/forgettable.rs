@@ -35,7 +35,9 @@ impl ForgettingRank {
         // Usage of the limits is forgotten with the user, who restarts with full buckets.
         let is_needed =
             |standing: &AdmissionAccount| !standing.waiting.is_empty() || standing.limits.is_some();
-        let is_kept = user.is_configured || user.standing.as_deref().is_some_and(is_needed);
+        let is_kept = user.is_configured
+            || user.standing.as_deref().is_some_and(is_needed)
+            || user.plan.as_ref().is_some_and(|plan| plan.is_given());
         (user.is_idle() && !is_kept).then(|| Self {
             is_charged: user.charged_ever > 0,
             counter: user.counter(),

@@ -1,7 +1,7 @@
 //! The user table in snapshots: written from a frozen copy, read back with every bound checked.
 
 use super::table::{Users, UsersImage};
-use super::{AdmissionAccount, User};
+use super::{AdmissionAccount, User, UserPlan};
 use crate::encoding;
 use crate::ids::UserKey;
 
@@ -21,6 +21,17 @@ impl UsersImage {
         std::iter::from_fn(move || {
             standings.peek()?;
             let piece: Vec<_> = standings.by_ref().take(USERS_PER_PIECE).collect();
+            Some(encoding::to_bytes(&piece))
+        })
+    }
+
+    /// Encodes the users' plans in the same way as [`UsersImage::pieces`].
+    pub(crate) fn plans(&self) -> impl Iterator<Item = Vec<u8>> {
+        let plan = |(key, user): (&UserKey, &User)| Some((*key, user.plan.clone()?));
+        let mut plans = self.map.iter().filter_map(plan).peekable();
+        std::iter::from_fn(move || {
+            plans.peek()?;
+            let piece: Vec<_> = plans.by_ref().take(USERS_PER_PIECE).collect();
             Some(encoding::to_bytes(&piece))
         })
     }
@@ -70,6 +81,22 @@ impl Users {
             }
             self.change(key, |user| {
                 user.standing = Some(standing);
+                false
+            });
+        }
+        Ok(())
+    }
+
+    /// Adds the plans of one piece to users that are already there.
+    pub(crate) fn restore_plans(&mut self, bytes: &[u8]) -> Result<(), String> {
+        type Piece = Vec<(UserKey, Box<UserPlan>)>;
+        for (key, plan) in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
+            let is_free = self.map.get(&key).is_some_and(|it| it.plan.is_none());
+            if !is_free || !plan.is_valid() {
+                return Err(format!("the plan of user {key} is out of bounds"));
+            }
+            self.change(key, |user| {
+                user.plan = Some(plan);
                 false
             });
         }

@@ -20,7 +20,7 @@
 //!
 //! # Bounds
 //! At most `USERS_MAX` users are kept. A user without requests in flight or waiting, and without a
-//! weight or limits of their own, can be forgotten. From log format 4 on, users who were never
+//! weight, limits, a budget or models of their own, can be forgotten. From log format 4 on, users who were never
 //! charged go first. Then the least counter goes: at or below the virtual time this costs no
 //! fairness, because the user would be lifted to it anyway; above it, the least counter forgives
 //! least.
@@ -29,6 +29,7 @@ mod forgettable;
 mod image;
 mod lately;
 mod map;
+mod plan;
 mod published;
 mod standing;
 mod table;
@@ -44,6 +45,7 @@ use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 use serde::Serialize;
 
+use crate::budgets::BudgetStatus;
 use crate::ids::{ReplicaId, UserKey};
 use crate::quotas::{Quota, RemainingLimits};
 use crate::settings::UserLimits;
@@ -51,6 +53,7 @@ use crate::settings::UserLimits;
 pub use crate::bounds::CHARGE_TOKENS_MAX;
 pub use crate::pricing::{FairnessSettings, WEIGHT_MILLI_DEFAULT};
 pub use lately::RecentUsage;
+use plan::UserPlan;
 pub use published::UsersView;
 use standing::{AdmissionAccount, add, sum, take};
 pub(crate) use table::{ChargeTerms, Users, UsersImage};
@@ -71,6 +74,12 @@ pub struct UserUsage {
 }
 
 impl UserUsage {
+    /// Returns the tokens of prompts and answers together, as they are billed.
+    pub(crate) fn tokens(&self) -> u64 {
+        let input = self.input_uncached.saturating_add(self.input_cached);
+        input.saturating_add(self.output)
+    }
+
     fn add(&mut self, other: &Self) {
         self.input_uncached = self.input_uncached.saturating_add(other.input_uncached);
         self.input_cached = self.input_cached.saturating_add(other.input_cached);
@@ -100,6 +109,11 @@ pub struct UserView {
     pub limits: Option<UserLimits>,
     /// Remainder of the effective limits.
     pub left: RemainingLimits,
+    /// Tokens per day and month, and what is used of them.
+    #[serde(skip)]
+    pub budget: BudgetStatus,
+    /// Models that the user may use. Empty: all.
+    pub models: Vec<String>,
     /// Usage since the user became known.
     pub total: UserUsage,
     /// Usage over the last [`WINDOW_BUCKETS`] buckets, including the current one. A bucket lasts
@@ -129,6 +143,8 @@ struct User {
     last_charge_ms: u64,
     /// Admission account; encoded separately. `None` if empty.
     standing: Option<Box<AdmissionAccount>>,
+    /// Plan; encoded separately. `None` if empty.
+    plan: Option<Box<UserPlan>>,
 }
 
 impl Encode for User {
@@ -160,6 +176,7 @@ impl<C> Decode<C> for User {
             window: Decode::decode(decoder)?,
             last_charge_ms: Decode::decode(decoder)?,
             standing: None,
+            plan: None,
         })
     }
 }
@@ -179,6 +196,7 @@ impl User {
             window: UsageWindow::default(),
             last_charge_ms: 0,
             standing: None,
+            plan: None,
         }
     }
 
@@ -243,6 +261,7 @@ impl User {
             consumed: standing.map(|it| it.consumed).unwrap_or_default(),
             in_flight: self.in_flight(),
             waiting: self.waiting(),
+            budget: self.budget(),
         }
     }
 
@@ -257,6 +276,8 @@ impl User {
             waiting: self.waiting(),
             limits: self.standing.as_ref().and_then(|it| it.limits),
             left: self.quota(of_all).left(now_ms),
+            budget: self.budget(),
+            models: self.models().to_vec(),
             total: self.total,
             window: self.window.sum(now_ms, bucket_ms),
             last_charge_ms: self.last_charge_ms,

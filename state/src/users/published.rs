@@ -45,8 +45,8 @@ impl UsersView {
 }
 
 impl UsersView {
-    /// Returns how many users' next request would be refused at `now_ms`, in replicated time. Looks
-    /// at every user.
+    /// Returns how many users' next request would be refused by their limits at `now_ms`, in
+    /// replicated time. Looks at every user.
     #[must_use]
     pub fn over_limits(&self, now_ms: u64) -> usize {
         let pending = PendingUse::default();
@@ -54,6 +54,20 @@ impl UsersView {
         users
             .filter(|(_, user)| user.quota(&self.limits).check(now_ms, &pending).is_err())
             .count()
+    }
+
+    /// Whether a user may use a model.
+    #[must_use]
+    pub fn allows_model(&self, user: UserKey, model: &str) -> bool {
+        let user = self.map.get(&user);
+        user.is_none_or(|user| user.allows_model(model))
+    }
+
+    /// Returns the models that a user may use; empty: all.
+    #[must_use]
+    pub fn models(&self, user: UserKey) -> Vec<String> {
+        let user = self.map.get(&user);
+        user.map_or_else(Vec::new, |user| user.models().to_vec())
     }
 }
 

@@ -13,6 +13,7 @@ use super::{
     WINDOW_BUCKET_MS, WINDOW_BUCKETS, add, take,
 };
 use crate::bounds::USERS_MAX;
+use crate::budgets::BudgetUse;
 use crate::charge::Charge;
 use crate::cow::CowMap;
 use crate::encoding;
@@ -22,6 +23,9 @@ use crate::policy::VtcBasicSettings;
 use crate::pricing::Pricing;
 use crate::quotas::Consumed;
 use crate::settings::UserLimits;
+
+/// What stands before a plan where users are hashed.
+const PLAN_MARK: u64 = 0x6e61_6c70;
 
 /// Totals kept besides the users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
@@ -41,6 +45,8 @@ pub(crate) struct ChargeTerms {
     pub(crate) pricing: Pricing,
     /// Limits of users without limits of their own.
     pub(crate) limits: UserLimits,
+    /// Unix time of the charge by the cluster's clock, in milliseconds: budgets follow the calendar.
+    pub(crate) calendar_ms: u64,
 }
 
 /// All users.
@@ -55,6 +61,8 @@ pub(crate) struct Users {
     /// waited. `None`: nobody ever waited.
     pub(super) last_left: Option<u64>,
     forgettable: Forgettable,
+    /// Users with a plan.
+    pub(super) planned: usize,
     /// Wrapping sum of the users' hashes.
     digest: u128,
     pub(super) users_max: usize,
@@ -88,6 +96,7 @@ impl Users {
             waiting: BTreeSet::new(),
             last_left: None,
             forgettable: Forgettable::default(),
+            planned: 0,
             digest: 0,
             users_max,
             bucket_ms: WINDOW_BUCKET_MS,
@@ -234,6 +243,7 @@ impl Users {
             user.last_charge_ms = now_ms;
             take(&mut user.in_flight, replica, charge.ended);
             user.meet(replica, charge, &usage, &terms.limits, now_ms);
+            user.spend(terms.calendar_ms, usage.tokens());
             // A user who came and went within one charge was backlogged in between.
             charge.started > 0
         });
@@ -270,12 +280,13 @@ impl Users {
         })
     }
 
-    /// Resets a user's usage of the limits. Returns whether the user is known.
+    /// Resets a user's usage of limits and budget. Returns whether the user is known.
     pub(crate) fn forgive(&mut self, key: UserKey) -> bool {
         let is_known = self.map.get(&key).is_some();
         is_known
             && self.change(key, |user| {
                 user.stand(|standing| standing.consumed = Consumed::default());
+                user.replan(|plan| plan.used = BudgetUse::default());
                 false
             })
     }
@@ -373,7 +384,9 @@ impl Users {
         let was_backlogged = !user.is_idle();
         let was_waiting = user.is_waiting();
         let rank_before = ForgettingRank::of(user);
+        let was_planned = user.plan.is_some();
         let was_active = change(user) || was_backlogged;
+        self.planned = self.planned - usize::from(was_planned) + usize::from(user.plan.is_some());
         let counter = user.counter();
         self.digest = self.digest.wrapping_sub(digest_before).wrapping_add(hash(
             &mut self.scratch,
@@ -431,11 +444,13 @@ impl Users {
         self.digest = self
             .digest
             .wrapping_sub(hash(&mut self.scratch, key, &user));
+        self.planned -= usize::from(user.plan.is_some());
         self.totals.forgotten = self.totals.forgotten.wrapping_add(user.charged_ever);
     }
 
     /// Adds a user to the digest and the orders.
     pub(super) fn index(&mut self, key: UserKey, user: &User) {
+        self.planned += usize::from(user.plan.is_some());
         self.digest = self.digest.wrapping_add(hash(&mut self.scratch, key, user));
         if !user.is_idle() {
             self.backlogged.insert((user.counter(), key));
@@ -483,6 +498,9 @@ impl Users {
             if user.standing.as_deref().is_some_and(|it| !it.is_valid()) {
                 return broken("I7", format!("user {key} stands {:?}", user.standing));
             }
+            if user.plan.as_deref().is_some_and(|it| !it.is_valid()) {
+                return broken("I105", format!("user {key} has the plan {:?}", user.plan));
+            }
             if user.weight_milli == 0 {
                 return broken("I4", format!("user {key} has no weight"));
             }
@@ -502,7 +520,8 @@ impl Users {
         }
         let is_ordered = rebuilt.backlogged == self.backlogged
             && rebuilt.waiting == self.waiting
-            && rebuilt.forgettable.is_as(&self.forgettable);
+            && rebuilt.forgettable.is_as(&self.forgettable)
+            && rebuilt.planned == self.planned;
         if !is_ordered {
             return broken("I7", "the orders of users differ from the users".to_owned());
         }
@@ -551,6 +570,10 @@ fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
     encoding::append_bytes(&(key, user), scratch);
     if let Some(standing) = user.standing.as_deref() {
         encoding::append_bytes(standing, scratch);
+    }
+    if let Some(plan) = user.plan.as_deref() {
+        // Neither part may pass for the other.
+        encoding::append_bytes(&(PLAN_MARK, plan), scratch);
     }
     xxh3_128(scratch)
 }

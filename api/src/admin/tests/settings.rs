@@ -171,6 +171,9 @@ async fn what_is_read_can_be_written_back_and_changes_nothing() {
     let limited = r#"{"weight_milli": 2500, "limits": {"requests": 5, "window": "1m"}}"#;
     let put = bench.call("PUT", "/admin/v1/users/ada", limited).await;
     assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    let planned = r#"{"budget": {"day": 1000, "month": 20000}, "models": ["llama-*"]}"#;
+    let put = bench.call("PUT", "/admin/v1/users/bob", planned).await;
+    assert_eq!(put.status, StatusCode::OK, "{}", put.body);
     bench
         .call(
             "PUT",
@@ -186,11 +189,15 @@ async fn what_is_read_can_be_written_back_and_changes_nothing() {
         }
         let queries = match route.path {
             "/admin/v1/policy" => vec!["", "?model=own", "?model=none"],
+            "/admin/v1/users/{name}" => vec!["ada", "bob"],
             _ => vec![""],
         };
         for query in queries {
-            let path = format!("{}{query}", route.path);
-            let path = path.replace("{id}", "gpu-1").replace("{name}", "ada");
+            let path = match route.path.strip_suffix("{name}") {
+                Some(folder) => format!("{folder}{query}"),
+                None => format!("{}{query}", route.path),
+            };
+            let path = path.replace("{id}", "gpu-1");
             assert!(!path.contains('{'), "which one of {path} is there?");
             let read = bench.get(&path).await;
             let put = bench.call("PUT", &path, &read.to_string()).await;
@@ -204,7 +211,7 @@ async fn what_is_read_can_be_written_back_and_changes_nothing() {
             resources += 1;
         }
     }
-    assert!(resources >= 7, "{resources}");
+    assert!(resources >= 8, "{resources}");
 }
 
 #[tokio::test]
@@ -234,4 +241,41 @@ async fn what_is_written_back_may_be_edited_and_only_where_it_can_be() {
     let call = ("PUT", "/admin/v1/policy", around);
     let problem = bench.problem(call, 400, "invalid").await;
     assert_eq!(problem["field"], "near_permille", "{problem}");
+}
+
+#[tokio::test]
+async fn a_users_budget_and_models_are_set_kept_and_removed() {
+    let bench = Bench::new();
+    let path = "/admin/v1/users/ada";
+    let put = async |body: Value| {
+        let put = bench.call("PUT", path, &body.to_string()).await;
+        assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+        bench.get(path).await
+    };
+    let user = put(json!({"budget": {"day": 1000}, "models": ["m"], "weight_milli": 2000})).await;
+    assert_eq!(user["budget"], json!({"day": 1000, "month": null}));
+    assert_eq!(user["budget_left"]["day"]["left"], 1000);
+    assert!(user["budget_left"]["month"].is_null());
+    let user = put(json!({"limits": {"requests": 5}})).await;
+    let kept = (
+        &user["budget"]["day"],
+        &user["models"],
+        &user["weight_milli"],
+    );
+    assert_eq!(kept, (&json!(1000), &json!(["m"]), &json!(2000)));
+    let user = put(json!({"budget": {}, "models": []})).await;
+    assert!(
+        user["budget"].is_null() && user["models"].is_null(),
+        "{user}"
+    );
+    assert_eq!(user["limits"]["requests"], 5);
+    for (body, field) in [
+        (r#"{"budget": {"day": 0}}"#, "budget.day"),
+        (r#"{"budget": {"week": 7}}"#, "budget.week"),
+        (r#"{"budget": 7}"#, "budget"),
+        (r#"{"models": ["*m"]}"#, "models"),
+    ] {
+        let problem = bench.problem(("PUT", path, body), 400, "invalid").await;
+        assert_eq!(problem["field"], field, "{problem}");
+    }
 }

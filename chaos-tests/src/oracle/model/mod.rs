@@ -19,7 +19,9 @@ pub mod waiting;
 use std::collections::BTreeMap;
 
 use state::admission::{AdmissionSettings, ChargeInput, Grants, Order};
-use state::command::{Charge, Command, Envelope, Item, LeaseOutcome, Rejection, Reply};
+use state::command::{
+    Charge, Command, Envelope, Item, LeaseOutcome, Rejection, Reply, UserChanges,
+};
 use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, UserKey};
 use state::users::FairnessSettings;
 
@@ -156,12 +158,22 @@ impl ReferenceModel {
             | Command::RevokeKey { .. }
             | Command::EndKey { .. }
             | Command::RotateKey { .. } => {}
+            Command::ConfigureUser(changes) => self.configure(changes),
             Command::DeleteUser { name } => self.users.delete(name),
             Command::PaceTime => self.pace(),
             // What is in its parts is not looked at.
             Command::FinishRestore { .. } => self.is_replaced = true,
         }
         reply
+    }
+
+    fn configure(&mut self, changes: &UserChanges) {
+        if let Some(weight_milli) = changes.weight_milli {
+            self.users.weigh(&changes.name, weight_milli);
+        }
+        if makes_known(changes) {
+            self.users.know(self.users.key(&changes.name));
+        }
     }
 
     fn found(&mut self, command: &Command) {
@@ -381,4 +393,11 @@ fn is_founding(command: &Command) -> bool {
         command,
         Command::InitCluster { .. } | Command::FoundCluster { .. } | Command::FoundWithSettings(_)
     )
+}
+
+/// Whether these changes add a user who was not there.
+fn makes_known(changes: &UserChanges) -> bool {
+    changes.limits.is_some_and(|it| !it.is_unbounded())
+        || changes.budget.is_some_and(|it| !it.is_unbounded())
+        || changes.models.as_ref().is_some_and(|it| !it.is_empty())
 }

@@ -151,6 +151,7 @@ fn what_is_pending_counts_until_it_is_applied() {
             dequeued: 1,
             ended: 1,
             tokens: 10,
+            billed_tokens: 10,
         }
     );
     let mut both = first;

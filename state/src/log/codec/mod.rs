@@ -46,7 +46,7 @@ pub fn format_of(command: &Command) -> u8 {
     match command {
         // Its backup may be of any version that this build reads.
         Command::BeginRestoreOfKeys { .. } => FORMAT_VERSION,
-        Command::EndKey { .. } => 6,
+        Command::EndKey { .. } | Command::ConfigureUser(_) => 6,
         Command::CreateKey(_) | Command::RevokeKey { .. } | Command::RotateKey { .. } => 5,
         Command::BeginRestore { .. }
         | Command::RestorePart { .. }

@@ -4,7 +4,8 @@ use expect_test::expect;
 
 use super::tests::{envelope, hex};
 use super::*;
-use crate::command::Lane;
+use crate::budgets::Budget;
+use crate::command::{Lane, UserChanges};
 use crate::ids::{ApiKeyId, RestoreId};
 
 #[track_caller]
@@ -27,4 +28,18 @@ fn commands_of_version_6_have_their_bytes() {
             force: true,
         },
     ));
+    let changes = UserChanges {
+        name: "ada".to_owned(),
+        weight_milli: Some(2000),
+        limits: None,
+        budget: Some(Budget {
+            day: Some(1000),
+            month: None,
+        }),
+        models: Some(vec!["m*".to_owned()]),
+    };
+    expect![
+        "0603fdefcdab896745230101fb2c01fd0068e5cf8b0100001b0361646101fbd007000101fbe803000101026d2a"
+    ]
+    .assert_eq(&written(Command::ConfigureUser(Box::new(changes))));
 }

@@ -1,0 +1,113 @@
+//! A user's plan: its budget, what is used of it, and the models it may use.
+//!
+//! It is stored next to the user but encoded separately, so that users without one are written and
+//! hashed as before format version 6.
+
+use bincode::{Decode, Encode};
+
+use super::User;
+use super::table::Users;
+use crate::budgets::{Budget, BudgetStatus, BudgetUse};
+use crate::ids::UserKey;
+use crate::validate::{are_models, stands_for};
+
+/// Plan of a user. The default one is not stored.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+pub(super) struct UserPlan {
+    /// The user's budget. `None`: none.
+    pub(super) budget: Option<Budget>,
+    /// What is used of it.
+    pub(super) used: BudgetUse,
+    /// Models that the user may use; one that ends in `*` stands for all that begin so. Empty: all.
+    pub(super) models: Vec<String>,
+}
+
+impl UserPlan {
+    /// Whether a restored plan is one that could have arisen here.
+    pub(super) fn is_valid(&self) -> bool {
+        let is_sound = |budget: &Budget| !budget.is_unbounded() && budget.validate().is_ok();
+        *self != Self::default()
+            && self.budget.as_ref().is_none_or(is_sound)
+            && (self.budget.is_some() || self.used == BudgetUse::default())
+            && are_models(&self.models)
+    }
+
+    /// Whether an operator gave it to the user, who is then kept.
+    pub(super) fn is_given(&self) -> bool {
+        self.budget.is_some() || !self.models.is_empty()
+    }
+}
+
+impl User {
+    /// Changes the plan.
+    pub(super) fn replan(&mut self, change: impl FnOnce(&mut UserPlan)) {
+        let mut plan = self.plan.take().unwrap_or_default();
+        change(&mut plan);
+        self.plan = Some(plan).filter(|plan| **plan != UserPlan::default());
+    }
+
+    /// Counts tokens for the budget, if there is one.
+    pub(super) fn spend(&mut self, unix_ms: u64, tokens: u64) {
+        let has_budget = self.plan.as_ref().is_some_and(|plan| plan.budget.is_some());
+        if has_budget && tokens > 0 {
+            self.replan(|plan| plan.used.spend(unix_ms, tokens));
+        }
+    }
+
+    /// Returns the budget and what is used of it.
+    pub(super) fn budget(&self) -> BudgetStatus {
+        let plan = self.plan.as_deref();
+        BudgetStatus {
+            budget: plan.and_then(|plan| plan.budget).unwrap_or_default(),
+            used: plan.map(|plan| plan.used).unwrap_or_default(),
+        }
+    }
+
+    /// Returns the models that the user may use; empty: all.
+    pub(super) fn models(&self) -> &[String] {
+        self.plan.as_ref().map_or(&[], |plan| &plan.models)
+    }
+
+    /// Whether the user may use a model.
+    pub(super) fn allows_model(&self, model: &str) -> bool {
+        let models = self.models();
+        models.is_empty() || models.iter().any(|it| stands_for(it, model))
+    }
+}
+
+impl Users {
+    /// Sets a user's budget, its models, or both. A budget without bounds removes it, and one that is
+    /// set where there was none begins with nothing used. Returns whether there was room.
+    pub(crate) fn plan(
+        &mut self,
+        key: UserKey,
+        name: &str,
+        (budget, models): (Option<Budget>, Option<Vec<String>>),
+    ) -> bool {
+        let changes_nothing =
+            budget.is_none_or(|it| it.is_unbounded()) && models.as_ref().is_none_or(Vec::is_empty);
+        if changes_nothing && self.map.get(&key).is_none() {
+            return true;
+        }
+        self.change(key, |user| {
+            user.name = name.into();
+            user.replan(|plan| {
+                if let Some(budget) = budget {
+                    plan.budget = Some(budget).filter(|budget| !budget.is_unbounded());
+                }
+                if plan.budget.is_none() {
+                    plan.used = BudgetUse::default();
+                }
+                if let Some(models) = models {
+                    plan.models = models;
+                }
+            });
+            false
+        })
+    }
+
+    /// Returns the number of users with a plan.
+    pub(crate) fn planned_len(&self) -> usize {
+        self.planned
+    }
+}
