@@ -9,15 +9,16 @@ use http::{HeaderValue, Method, Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper_util::client::legacy::Client;
+use lab::connector::ReplicaConnector;
 use serde_json::Value;
 
 use super::EngineCheckOptions;
-use crate::connector::AdminConnector;
+
 use crate::json_client::{JsonAnswer, NoConnectionError, no_answer};
 
 /// A client of one engine.
 pub(super) struct EngineClient {
-    http: Client<AdminConnector, Full<Bytes>>,
+    http: Client<ReplicaConnector, Full<Bytes>>,
     pub(super) url: String,
     authorization: Option<HeaderValue>,
     pub(super) patience: Duration,
@@ -26,7 +27,7 @@ pub(super) struct EngineClient {
 impl EngineClient {
     pub(super) fn new(options: &EngineCheckOptions) -> Self {
         Self {
-            http: AdminConnector::new(None).client(),
+            http: ReplicaConnector::new(None).client(),
             url: options.url.clone(),
             authorization: options.authorization.clone(),
             patience: options.patience,
