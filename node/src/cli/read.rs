@@ -165,7 +165,8 @@ pub(super) fn limits(user: &Value) -> String {
     }
 }
 
-/// Lists the fields of an answer, one per line; those of objects within as `object.field`.
+/// Lists the fields of an answer, one per line; those of objects within as `object.field`, and of
+/// objects in a list as `list[0].field`.
 pub(super) fn details(answer: &Value) -> String {
     let mut lines = Vec::new();
     fields("", answer, &mut lines);
@@ -177,6 +178,14 @@ pub(super) fn details(answer: &Value) -> String {
 }
 
 fn fields(prefix: &str, value: &Value, lines: &mut Vec<(String, String)>) {
+    if let Value::Array(values) = value
+        && values.iter().any(Value::is_object)
+    {
+        for (nth, value) in values.iter().enumerate() {
+            fields(&format!("{prefix}[{nth}]"), value, lines);
+        }
+        return;
+    }
     let Value::Object(object) = value else {
         lines.push((prefix.to_owned(), cell(value)));
         return;
@@ -249,13 +258,15 @@ mod tests {
 
     #[test]
     fn details_name_each_value_by_its_path() {
-        let answer =
-            json!({ "id": "a", "state": { "name": "healthy", "detail": null }, "n": [1, 2] });
+        let answer = json!({ "id": "a", "state": { "name": "healthy", "detail": null }, "n": [1, 2],
+                "m": [{ "id": "x" }, { "id": "y" }] });
         let lines = [
             "id            a",
             "state.name    healthy",
             "state.detail  -",
             "n             1, 2",
+            "m[0].id       x",
+            "m[1].id       y",
         ];
         assert_eq!(details(&answer), lines.join("\n"));
     }
