@@ -4,10 +4,12 @@
 //! [`Registers`] is the sequential specification: what one write after the other leaves behind,
 //! written without a look at how `state` does it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use state::RouterState;
 use state::command::{Command, Rejection, Reply, UserChanges, UserSpec};
+use state::ids::ApiKeyId;
+use state::keys::ApiKeySpec;
 
 /// A part of the state that is written and read as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -24,6 +26,10 @@ pub enum RegisterKey {
     Weight(String),
     /// A user's limits.
     Limits(String),
+    /// A user's budget.
+    Budget(String),
+    /// An API key, but for its secrets.
+    ApiKey(ApiKeyId),
 }
 
 /// What a key holds, in words; `None`: nothing was ever written, or it was removed.
@@ -31,7 +37,11 @@ pub type RegisterText = Option<String>;
 
 /// All keys with what they hold.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Registers(BTreeMap<RegisterKey, Register>);
+pub struct Registers {
+    held: BTreeMap<RegisterKey, Register>,
+    /// API keys that were revoked for good: nobody gets their ids.
+    ended: BTreeSet<ApiKeyId>,
+}
 
 /// What one key holds.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -49,16 +59,20 @@ impl RegisterKey {
             Command::SetUser {
                 user: UserSpec { name, .. },
                 ..
+            } => return vec![Self::Weight(name.clone()), Self::Limits(name.clone())],
+            Command::DeleteUser { name } => {
+                let keys = [Self::Weight, Self::Limits, Self::Budget];
+                return keys.map(|key| key(name.clone())).into();
             }
-            | Command::DeleteUser { name } => {
-                return vec![Self::Weight(name.clone()), Self::Limits(name.clone())];
-            }
+            Command::CreateKey(spec) => Self::ApiKey(spec.id),
+            Command::RevokeKey { id } | Command::EndKey { id } => Self::ApiKey(*id),
             Command::ConfigureUser(changes) => {
                 let weight = changes
                     .weight_milli
                     .map(|_| Self::Weight(changes.name.clone()));
                 let limits = changes.limits.map(|_| Self::Limits(changes.name.clone()));
-                return weight.into_iter().chain(limits).collect();
+                let budget = changes.budget.map(|_| Self::Budget(changes.name.clone()));
+                return weight.into_iter().chain(limits).chain(budget).collect();
             }
             Command::FoundWithSettings(_) => {
                 return vec![Self::Policy, Self::Routing, Self::Admission];
@@ -83,9 +97,6 @@ impl RegisterKey {
             | Command::FinishRestore { .. }
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. }
-            | Command::CreateKey(_)
-            | Command::RevokeKey { .. }
-            | Command::EndKey { .. }
             | Command::RotateKey { .. }
             | Command::PaceTime => return Vec::new(),
         }]
@@ -119,6 +130,11 @@ impl RegisterKey {
                 .user_named(name)?
                 .limits
                 .map(|limits| format!("{limits:?}")),
+            Self::Budget(name) => {
+                let budget = state.user_named(name)?.budget.budget;
+                (!budget.is_unbounded()).then(|| format!("{budget:?}"))
+            }
+            Self::ApiKey(id) => view.keys().get(*id).map(|key| format!("{:?}", key.spec)),
         }
     }
 }
@@ -127,20 +143,22 @@ impl Registers {
     /// What a key holds.
     #[must_use]
     pub fn value(&self, key: &RegisterKey) -> RegisterText {
-        let register = self.0.get(key)?;
+        let register = self.held.get(key)?;
         Some(match key {
             RegisterKey::Backend(_) => backend(&register.text, register.draining),
             RegisterKey::Policy
             | RegisterKey::Routing
             | RegisterKey::Admission
             | RegisterKey::Weight(_)
-            | RegisterKey::Limits(_) => register.text.clone(),
+            | RegisterKey::Limits(_)
+            | RegisterKey::Budget(_)
+            | RegisterKey::ApiKey(_) => register.text.clone(),
         })
     }
 
     /// All keys that hold something, with it.
     pub fn iter(&self) -> impl Iterator<Item = (&RegisterKey, RegisterText)> {
-        self.0.keys().map(|key| (key, self.value(key)))
+        self.held.keys().map(|key| (key, self.value(key)))
     }
 
     /// One write after what was written so far; answers what the writer is to be told. Commands
@@ -158,40 +176,57 @@ impl Registers {
             for part in parts_of(changes) {
                 self.write(&part);
             }
+            self.budget(changes);
             return Reply::Applied;
         }
         if let Command::DeleteUser { .. } = command {
             for key in RegisterKey::all_of(command) {
-                self.0.remove(&key);
+                self.held.remove(&key);
             }
             return Reply::Applied;
         }
         if let Command::FoundWithSettings(founding) = command {
-            if self.0.contains_key(&RegisterKey::Policy) {
+            if self.held.contains_key(&RegisterKey::Policy) {
                 return Reply::Rejected(Rejection::AlreadyInitialised);
             }
             self.write(&Command::PutPolicy(founding.policy.clone()));
             self.write(&Command::PutRouting(founding.routing.clone()));
             return self.write(&Command::PutAdmission(founding.admission.clone()));
         }
+        match command {
+            Command::CreateKey(spec) => self.create_key(spec),
+            Command::RevokeKey { id } => self.revoke_key(*id),
+            Command::EndKey { id } => {
+                let reply = self.revoke_key(*id);
+                if reply == Reply::Applied {
+                    self.ended.insert(*id);
+                }
+                reply
+            }
+            _ => self.write_one(command),
+        }
+    }
+
+    /// A write of one key at most.
+    fn write_one(&mut self, command: &Command) -> Reply {
         let Some(key) = RegisterKey::all_of(command).pop() else {
             return Reply::Applied;
         };
         let text = match command {
             Command::PutBackend(spec) => {
-                let draining = self.0.get(&key).is_some_and(|it| it.draining);
+                let draining = self.held.get(&key).is_some_and(|it| it.draining);
                 let text = format!("{spec:?}");
-                self.0.insert(key, Register { text, draining });
+                self.held.insert(key, Register { text, draining });
                 return Reply::Applied;
             }
             Command::DeleteBackend { name } => {
-                return match self.0.remove(&key) {
+                return match self.held.remove(&key) {
                     Some(_) => Reply::Applied,
                     None => unknown(name),
                 };
             }
             Command::SetDraining { name, draining } => {
-                let Some(register) = self.0.get_mut(&key) else {
+                let Some(register) = self.held.get_mut(&key) else {
                     return unknown(name);
                 };
                 register.draining = *draining;
@@ -200,7 +235,7 @@ impl Registers {
             Command::PutUser(spec) => spec.weight_milli.to_string(),
             Command::PutPolicy(policy) => format!("{policy:?}"),
             Command::InitCluster { .. } | Command::FoundCluster { .. }
-                if self.0.contains_key(&key) =>
+                if self.held.contains_key(&key) =>
             {
                 return Reply::Rejected(Rejection::AlreadyInitialised);
             }
@@ -210,7 +245,7 @@ impl Registers {
             Command::PutRouting(settings) => format!("{settings:?}"),
             Command::PutAdmission(settings) => format!("{settings:?}"),
             Command::PutUserLimits { limits, .. } if limits.is_unbounded() => {
-                self.0.remove(&key);
+                self.held.remove(&key);
                 return Reply::Applied;
             }
             Command::PutUserLimits { limits, .. } => format!("{limits:?}"),
@@ -218,8 +253,40 @@ impl Registers {
             _ => return Reply::Applied,
         };
         let draining = false;
-        self.0.insert(key, Register { text, draining });
+        self.held.insert(key, Register { text, draining });
         Reply::Applied
+    }
+}
+
+impl Registers {
+    fn create_key(&mut self, spec: &ApiKeySpec) -> Reply {
+        let (id, key) = (spec.id, RegisterKey::ApiKey(spec.id));
+        if self.held.contains_key(&key) || self.ended.contains(&id) {
+            return Reply::Rejected(Rejection::KeyTaken { id });
+        }
+        let (text, draining) = (format!("{spec:?}"), false);
+        self.held.insert(key, Register { text, draining });
+        Reply::Applied
+    }
+
+    fn revoke_key(&mut self, id: ApiKeyId) -> Reply {
+        match self.held.remove(&RegisterKey::ApiKey(id)) {
+            Some(_) => Reply::Applied,
+            None => Reply::Rejected(Rejection::UnknownKey { id }),
+        }
+    }
+
+    fn budget(&mut self, changes: &UserChanges) {
+        let Some(budget) = changes.budget else {
+            return;
+        };
+        let key = RegisterKey::Budget(changes.name.clone());
+        if budget.is_unbounded() {
+            self.held.remove(&key);
+            return;
+        }
+        let (text, draining) = (format!("{budget:?}"), false);
+        self.held.insert(key, Register { text, draining });
     }
 }
 

@@ -194,7 +194,13 @@ impl Texts {
             Command::ConfigureUser(changes) => {
                 let mut parts = parts_of(changes).into_iter();
                 let part = parts.find(|part| RegisterKey::all_of(part).contains(key));
-                part.map_or(RegisterOp::Read, |part| self.op(key, &Action::Write(part)))
+                match (part, changes.budget) {
+                    (Some(part), _) => self.op(key, &Action::Write(part)),
+                    (None, Some(budget)) if !budget.is_unbounded() => {
+                        RegisterOp::Set(self.number(&format!("{budget:?}")))
+                    }
+                    (None, _) => RegisterOp::Clear,
+                }
             }
             Command::DeleteUser { .. } => RegisterOp::Clear,
             // Of no key: nobody asks for it here.
@@ -321,7 +327,10 @@ fn by_key(history: &History) -> BTreeMap<RegisterKey, Vec<&Operation>> {
             Action::Read(key) => vec![key.clone()],
             Action::Write(command) => RegisterKey::all_of(command),
         };
-        for key in its {
+        // A key whose id was revoked is not what it was before it was created: that is left to the
+        // search in the log's order.
+        let its = its.into_iter();
+        for key in its.filter(|key| !matches!(key, RegisterKey::ApiKey(_))) {
             keys.entry(key).or_default().push(operation);
         }
     }

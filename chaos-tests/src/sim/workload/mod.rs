@@ -41,6 +41,8 @@ const BACKENDS: u64 = 6;
 const FIRST_BACKENDS: u64 = 3;
 /// Users.
 const USERS: u64 = 6;
+/// API keys that are created and revoked; an id that was revoked is not given again.
+const API_KEYS: u64 = 24;
 
 /// A change of the membership that somebody asks for.
 #[derive(Debug, Clone, Copy)]

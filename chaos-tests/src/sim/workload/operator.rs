@@ -2,15 +2,18 @@
 
 use api::ports::ProposeError;
 use lab::rng::Rng;
+use state::StateView;
 use state::admission::{
     AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Grants, Order,
 };
-use state::command::{Command, Reply, UserSpec};
-use state::ids::ReplicaId;
+use state::budgets::Budget;
+use state::command::{Command, Reply, UserChanges, UserSpec};
+use state::ids::{ApiKeyId, ReplicaId};
+use state::keys::{ApiKeySpec, SecretHash};
 use state::policy::{PolicyConfig, RoutingSettings};
 use state::quotas::UserLimits;
 
-use super::{BACKENDS, ReplicaHandles, backend, first_backends, think, user};
+use super::{API_KEYS, BACKENDS, ReplicaHandles, backend, first_backends, think, user};
 use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::observation::ReplicaRun;
 
@@ -39,7 +42,7 @@ pub(super) async fn write(desk: ReplicaHandles) {
         }
         let command = match first.pop() {
             Some(spec) => Command::PutBackend(spec),
-            None => command(&mut rng, is_plain),
+            None => command(&mut rng, is_plain, &desk.view),
         };
         submit(&desk, client, command).await;
     }
@@ -85,14 +88,17 @@ fn name(command: &Command) -> &'static str {
         Command::PutAdmission(_) => "put-admission",
         Command::PutUserLimits { .. } => "put-limits",
         Command::SetUser { .. } => "set-user",
+        Command::ConfigureUser(_) => "configure-user",
+        Command::CreateKey(_) => "create-key",
+        Command::RevokeKey { .. } | Command::EndKey { .. } => "revoke-key",
         _ => "other",
     }
 }
 
 /// `is_plain`: nothing is charged by predictions or by the log, so that what is charged ahead can
 /// be told from outside.
-fn command(rng: &mut Rng, is_plain: bool) -> Command {
-    match rng.below(20) {
+fn command(rng: &mut Rng, is_plain: bool, view: &StateView) -> Command {
+    match rng.below(24) {
         0..=5 => {
             let capacity = [None, Some(24), Some(64), Some(96), Some(400)];
             let capacity = capacity[rng.below(5) as usize];
@@ -128,10 +134,49 @@ fn command(rng: &mut Rng, is_plain: bool) -> Command {
             }
             Command::PutAdmission(settings)
         }
+        17..=18 => Command::CreateKey(Box::new(api_key(rng))),
+        19 => revoke(ApiKeyId(rng.below(API_KEYS)), view),
+        20 => Command::ConfigureUser(Box::new(plan(rng))),
         _ => {
             let name = user(rng);
             limit(name, limits(rng))
         }
+    }
+}
+
+/// For good if the key is known here: every member is then known to read that.
+fn revoke(id: ApiKeyId, view: &StateView) -> Command {
+    match view.keys().get(id) {
+        Some(_) => Command::EndKey { id },
+        None => Command::RevokeKey { id },
+    }
+}
+
+/// A key with a secret of its own.
+fn api_key(rng: &mut Rng) -> ApiKeySpec {
+    let mut secret = [0; 32];
+    secret[..8].copy_from_slice(&rng.next_u64().to_le_bytes());
+    ApiKeySpec {
+        id: ApiKeyId(rng.below(API_KEYS)),
+        secret: SecretHash(secret),
+        name: "sim".to_owned(),
+        user: user(rng),
+        ..ApiKeySpec::default()
+    }
+}
+
+/// A budget that nobody uses up, or none, and sometimes a weight.
+fn plan(rng: &mut Rng) -> UserChanges {
+    let tokens = [None, Some(1 << 40), Some(1 << 41)];
+    let budget = Budget {
+        day: tokens[rng.below(3) as usize],
+        month: tokens[rng.below(3) as usize],
+    };
+    UserChanges {
+        name: user(rng),
+        weight_milli: (rng.below(2) == 0).then_some(1500),
+        budget: Some(budget),
+        ..UserChanges::default()
     }
 }
 

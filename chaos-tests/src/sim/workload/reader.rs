@@ -1,9 +1,9 @@
 //! A reader who must see everything that was committed when it asked.
 
 use lab::rng::Rng;
-use state::ids::LogIndex;
+use state::ids::{ApiKeyId, LogIndex};
 
-use super::{BACKENDS, ReplicaHandles, USERS, think};
+use super::{API_KEYS, BACKENDS, ReplicaHandles, USERS, think};
 use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::register::RegisterKey;
 
@@ -64,13 +64,21 @@ async fn look(desk: &ReplicaHandles, client: u32, key: RegisterKey) {
 pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
     let backends = (0..BACKENDS).map(|number| RegisterKey::Backend(format!("b{number}")));
     let users = (0..USERS).map(|number| format!("u{number}"));
-    let users =
-        users.flat_map(|name| [RegisterKey::Weight(name.clone()), RegisterKey::Limits(name)]);
+    let users = users.flat_map(|name| {
+        [
+            RegisterKey::Weight,
+            RegisterKey::Limits,
+            RegisterKey::Budget,
+        ]
+        .map(|key| key(name.clone()))
+    });
+    let api_keys = (0..API_KEYS).map(|number| RegisterKey::ApiKey(ApiKeyId(number)));
     let settings = [
         RegisterKey::Policy,
         RegisterKey::Routing,
         RegisterKey::Admission,
     ];
+    let settings = settings.into_iter().chain(api_keys);
     backends.chain(users).chain(settings).collect()
 }
 
