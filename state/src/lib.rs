@@ -8,6 +8,7 @@ pub mod admission;
 mod backends;
 mod bounds;
 pub mod budgets;
+pub mod caches;
 mod charge;
 mod cow;
 mod encoding;

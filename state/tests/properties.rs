@@ -10,6 +10,7 @@ use commands::{Step, item, step};
 use common::{envelope, restored, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
+use state::caches::CacheScope;
 use state::codec;
 use state::command::{Charge, Command, Envelope, Item, Lane, Rejection, Reply};
 use state::ids::{LogIndex, RestoreId, UserKey};
@@ -167,9 +168,9 @@ impl Pair {
     }
 }
 
-/// A write of an API key, valid or not.
+/// A write of an API key or a cache scope, valid or not.
 fn key_step() -> impl Strategy<Value = Step> {
-    let command = (0_u8..5, 0_u8..6, 0_u8..8, 0_u64..3_000).prop_map(|(what, id, secret, ms)| {
+    let command = (0_u8..7, 0_u8..6, 0_u8..8, 0_u64..3_000).prop_map(|(what, id, secret, ms)| {
         let secret = SecretHash([secret; 32]);
         let mut spec = common::key_spec(id);
         let id = spec.id;
@@ -181,6 +182,19 @@ fn key_step() -> impl Strategy<Value = Step> {
             }
             2 => Command::RevokeKey { id },
             3 => Command::EndKey { id },
+            4 => Command::SetCacheScope {
+                user: (ms > 500).then(|| format!("user-{}", ms % 4)),
+                scope: match ms % 5 {
+                    0 => None,
+                    1 => Some(CacheScope::Shared),
+                    2 => Some(CacheScope::Group("team".to_owned())),
+                    3 => Some(CacheScope::Group(String::new())),
+                    _ => Some(CacheScope::Own),
+                },
+            },
+            5 => Command::DeleteUser {
+                name: format!("user-{}", ms % 4),
+            },
             _ => Command::RotateKey {
                 id,
                 secret,
@@ -209,7 +223,7 @@ proptest! {
     }
 
     #[test]
-    fn replicas_agree_on_api_keys_whatever_happens_besides(
+    fn replicas_agree_on_keys_and_scopes_whatever_happens_besides(
         steps in prop::collection::vec(prop_oneof![2 => key_step(), 1 => step()], 1..80),
     ) {
         let mut pair = Pair::new();

@@ -6,6 +6,7 @@ use common::{Driver, chain, restored, sample, snapshot, spec};
 use proptest::prelude::*;
 use state::RouterState;
 use state::budgets::{Budget, BudgetPeriod};
+use state::caches::CacheScope;
 use state::command::{Charge, Command, Envelope, Item, Lane, Origin, Reply, UserChanges};
 use state::ids::{LogIndex, ModelKey, ReplicaId, SessionId, Slot};
 use state::keys::{FoundKey, SecretHash};
@@ -377,4 +378,38 @@ fn plans_of_users_survive_in_a_snapshot_of_version_6() {
     assert_eq!(user.models, ["m*"]);
     let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
     expect_test::expect!["6f9042ee6e0e98379527cdd892fe628c"].assert_eq(&format!("{hash:032x}"));
+}
+
+#[test]
+fn cache_scopes_survive_in_a_snapshot_of_version_7() {
+    let mut driver = Driver::founded(common::found());
+    let set = |user: Option<&str>, scope| Command::SetCacheScope {
+        user: user.map(str::to_owned),
+        scope,
+    };
+    let team = CacheScope::Group("team".to_owned());
+    driver.apply(1, set(Some("ada"), Some(team.clone())));
+    driver.apply(1, set(None, Some(CacheScope::Own)));
+    let bytes = snapshot(&driver.state);
+    assert_eq!(bytes[8..10], [7, 0]);
+    let copy = restored(&bytes);
+    assert_eq!(copy.digest(), driver.state.digest());
+    assert_eq!(copy.check(), Ok(()));
+    assert_eq!(snapshot(&copy), bytes);
+    let seed = copy.view().registry().hash_seed;
+    let scope = |state: &RouterState, name| {
+        let view = state.view();
+        view.caches().of(user_key(seed, name)).clone()
+    };
+    assert_eq!(scope(&copy, "ada"), team);
+    assert_eq!(scope(&copy, "bob"), CacheScope::Own);
+    let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
+    expect_test::expect!["e413a4670a0f288ee5dcdd7a6975da2f"].assert_eq(&format!("{hash:032x}"));
+    // Whoever is deleted loses the scope too; the audit still tells of it.
+    let name = "ada".to_owned();
+    driver.apply(1, Command::DeleteUser { name });
+    driver.apply(1, set(None, None));
+    assert_eq!(scope(&driver.state, "ada"), CacheScope::Shared);
+    assert_eq!(driver.state.check(), Ok(()));
+    assert_eq!(snapshot(&driver.state)[8..10], [7, 0]);
 }

@@ -98,6 +98,7 @@ impl RegisterKey {
             | Command::AbortRestore { .. }
             | Command::ForgiveUser { .. }
             | Command::RotateKey { .. }
+            | Command::SetCacheScope { .. }
             | Command::PaceTime => return Vec::new(),
         }]
     }

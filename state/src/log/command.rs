@@ -7,6 +7,7 @@ use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 use crate::budgets::Budget;
+use crate::caches::CacheScope;
 use crate::exact::KvBatch;
 use crate::grants::Wait;
 use crate::ids::{
@@ -229,6 +230,13 @@ pub enum Command {
     /// Changes weight, limits, budget and models of a user: all that is given, or nothing. Format
     /// version 6.
     ConfigureUser(Box<UserChanges>),
+    /// Sets with whom a user shares cached blocks. Format version 7.
+    SetCacheScope {
+        /// Name of the user. `None`: all users without a scope of their own.
+        user: Option<String>,
+        /// The scope. `None`: none of its own; for all users [`CacheScope::Shared`].
+        scope: Option<CacheScope>,
+    },
 }
 
 /// What a cluster is founded with.

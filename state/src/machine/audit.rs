@@ -67,6 +67,8 @@ pub enum AuditAction {
     RotateKey,
     /// Weight, limits, budget or models of a user were set.
     ConfigureUser,
+    /// The cache scope of a user was set, or that of users without one.
+    SetCacheScope,
 }
 
 /// Ring of audit entries, oldest first.
@@ -103,6 +105,12 @@ impl Audit {
     pub(super) fn has_version_6(&self) -> bool {
         self.iter()
             .any(|entry| entry.action == AuditAction::ConfigureUser)
+    }
+
+    /// Whether the ring holds an entry of a kind introduced with format version 7.
+    pub(super) fn has_version_7(&self) -> bool {
+        self.iter()
+            .any(|entry| entry.action == AuditAction::SetCacheScope)
     }
 
     /// Returns the log index of the last restore that is still in the ring.

@@ -27,6 +27,8 @@
 //! - **I100** Every secret of an API key leads to that key and to no other, in the table and as
 //!   published, there are no more keys than there may be, and none whose id was revoked.
 //! - **I105** The plans of users are ones that could have been set, counted as they are.
+//! - **I110** Every user with a cache scope of its own is configured, so that it is not forgotten;
+//!   the published scopes are those of the state.
 //! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
 //! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests
@@ -55,6 +57,7 @@ impl RouterState {
             .check()
             .map_err(|detail| broken("I74", detail))?;
         self.check_keys()?;
+        self.check_caches()?;
         self.check_published()
     }
 

@@ -84,6 +84,7 @@ impl RouterState {
         append_unless_default(&self.ratios, bytes);
         append_unless_default(&self.assumed, bytes);
         self.keys.append_digest(bytes);
+        self.caches.append_digest(bytes);
     }
 
     pub(super) fn put_routing(
@@ -198,6 +199,9 @@ impl RouterState {
             None => Err(Rejection::UnknownUser { name }),
             Some(false) => Err(Rejection::UserBusy { name }),
             Some(true) => {
+                if self.view.caches().own(key).is_some() {
+                    self.caches.set(key, None);
+                }
                 self.note(origin, AuditAction::DeleteUser, name);
                 Ok(())
             }

@@ -7,6 +7,7 @@
 mod admin;
 mod audit;
 mod batch;
+mod caches;
 mod check;
 mod keys;
 mod leases;
@@ -23,6 +24,7 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::backends::{Backends, BlockSizes, SlotChange};
+use crate::caches::CacheScopes;
 use crate::command::{Command, Envelope, Origin, Reply};
 use crate::encoding;
 use crate::ids::{LogIndex, ReplicaId, Slot};
@@ -78,6 +80,7 @@ pub struct RouterState {
     waiting: WaitingList,
     exact: FollowedBackends,
     keys: Keys,
+    caches: CacheScopes,
     /// A restore in progress.
     staged: Option<StagedRestore>,
     /// A backup that was read ahead of the command that switches to it. Not part of the state: its
@@ -172,6 +175,7 @@ impl RouterState {
             waiting: WaitingList::default(),
             exact: FollowedBackends::default(),
             keys: Keys::default(),
+            caches: CacheScopes::default(),
             staged: None,
             prepared: None,
             cold_digest: 0,
@@ -217,6 +221,7 @@ impl RouterState {
             self.view.publish_ratios(self.ratios.view());
         }
         self.publish_keys();
+        self.publish_caches();
         self.publish_for_policies();
         self.publish_for_admission(is_cold_changed);
         self.publish_time();
@@ -341,6 +346,7 @@ impl RouterState {
                 secret,
                 grace_ms,
             } => self.rotate_key(origin, id, (secret, grace_ms)),
+            Command::SetCacheScope { user, scope } => self.set_cache_scope(origin, user, scope),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
             Command::BeginRestore { restore, force } => self.begin_restore(restore, force, false),
             Command::BeginRestoreOfKeys { restore, force } => {

@@ -9,6 +9,7 @@ use super::ClusterConfig;
 use super::live::LiveSettings;
 use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends, BlockSizes};
+use crate::caches::CacheScopesView;
 use crate::exact::{FollowedBackends, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
@@ -46,6 +47,7 @@ pub struct StateView {
     wants_users: AtomicBool,
     grants: ArcSwap<GrantsView>,
     keys: ArcSwap<KeysView>,
+    caches: ArcSwap<CacheScopesView>,
 }
 
 impl StateView {
@@ -65,6 +67,7 @@ impl StateView {
             wants_users: AtomicBool::new(false),
             grants: ArcSwap::default(),
             keys: ArcSwap::default(),
+            caches: ArcSwap::default(),
         }
     }
 
@@ -134,6 +137,13 @@ impl StateView {
     #[must_use]
     pub fn keys(&self) -> Guard<Arc<KeysView>> {
         self.keys.load()
+    }
+
+    /// Returns the users' cache scopes, as of the last command that changed one. Cheap; meant for
+    /// one request, not to be kept.
+    #[must_use]
+    pub fn caches(&self) -> Guard<Arc<CacheScopesView>> {
+        self.caches.load()
     }
 
     /// Returns a user's usage within the window; zero while no policy reads it.
@@ -236,6 +246,10 @@ impl StateView {
 
     pub(super) fn publish_format_4(&self, is_known: bool) {
         self.is_format_4.store(is_known, Ordering::Relaxed);
+    }
+
+    pub(super) fn publish_caches(&self, caches: CacheScopesView) {
+        self.caches.store(Arc::new(caches));
     }
 
     pub(super) fn publish_keys(&self, keys: KeysView) {

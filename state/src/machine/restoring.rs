@@ -298,13 +298,14 @@ impl RouterState {
     }
 
     /// Whether a backup may replace this state without `force`: it holds no users, blocks,
-    /// leases or API keys. Backends and settings may exist, because the config of a new cluster creates them.
+    /// leases, API keys or cache scopes. Backends and settings may exist, because the config of a new cluster creates them.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.users.len() == 0
             && self.ownership.owned_total() == 0
             && self.leases.len() == 0
             && self.keys.is_empty()
+            && self.caches.is_empty()
     }
 
     /// Abandons an idle restore.
@@ -442,6 +443,7 @@ impl RouterState {
         self.is_ratios_changed = true;
         self.is_waiting_changed = true;
         self.keys.replaced();
+        self.caches.replaced();
     }
 }
 

@@ -1,15 +1,15 @@
 //! Snapshots: frozen in microseconds, written while `apply` runs, and verified byte for byte when
 //! read.
 //!
-//! # Format, version 6 (integers little-endian)
+//! # Format, version 7 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
-//! backends, sessions, audit and the users' totals have one section each. Users, leases, API keys
-//! and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
+//! backends, sessions, audit and the users' totals have one section each. Users, leases, API
+//! keys, cache scopes and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 5 lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
+//! Version 6 lacks cache scopes. Version 5 also lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
 //! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
 //! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
@@ -24,6 +24,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use super::RouterState;
 use super::leases::LeasesImage;
 use super::restoring::StagedRestore;
+use crate::caches::CacheScopesImage;
 use crate::encoding;
 use crate::error::SnapshotError;
 use crate::exact::FollowedImage;
@@ -34,10 +35,12 @@ use crate::ownership::FrozenOwnership;
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
-pub const SNAPSHOT_VERSION: u16 = 6;
-/// Version of a state without plans of users that remembers no revoked API keys, nor anything else that version 6 introduced.
+pub const SNAPSHOT_VERSION: u16 = 7;
+/// Version of a state without cache scopes, and without a trace of them in the audit.
+const SNAPSHOT_VERSION_PLANS: u16 = 6;
+/// Version of a state that also lacks plans of users and revoked API keys, and anything else that version 6 introduced.
 const SNAPSHOT_VERSION_KEYS: u16 = 5;
-/// Version of a state without API keys, and without a trace of them in the audit.
+/// Version of a state that also lacks API keys, and is without a trace of them in the audit.
 const SNAPSHOT_VERSION_SECRET: u16 = 4;
 /// Version of a state that also lacks a hash secret, a forgiven user in the audit and anything else that
 /// version 4 introduced.
@@ -77,6 +80,7 @@ mod tag {
     pub(super) const KEYS: u8 = 21;
     pub(super) const REVOKED_KEYS: u8 = 22;
     pub(super) const PLANS: u8 = 23;
+    pub(super) const CACHES: u8 = 24;
     pub(super) const END: u8 = 255;
 }
 
@@ -95,6 +99,7 @@ pub struct FrozenState {
     exact: FollowedImage,
     keys: KeysImage,
     revoked: RevokedKeys,
+    caches: CacheScopesImage,
     staged: Option<StagedRestore>,
     ownership: FrozenOwnership,
 }
@@ -152,6 +157,9 @@ impl FrozenState {
         for piece in self.revoked.pieces() {
             write_section(out, tag::REVOKED_KEYS, &piece)?;
         }
+        for piece in self.caches.pieces() {
+            write_section(out, tag::CACHES, &piece)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -201,6 +209,7 @@ impl RouterState {
             exact: self.exact.freeze(),
             keys: self.keys.freeze(),
             revoked: self.keys.revoked().clone(),
+            caches: self.caches.freeze(),
             staged: self.staged.clone(),
             ownership: self.ownership.freeze(),
         }
@@ -216,8 +225,10 @@ impl RouterState {
                 .staged
                 .as_ref()
                 .is_some_and(StagedRestore::is_of_version_6);
-        if is_of_version_6 {
+        if !self.caches.is_empty() || self.audit.has_version_7() {
             SNAPSHOT_VERSION
+        } else if is_of_version_6 {
+            SNAPSHOT_VERSION_PLANS
         } else if !self.keys.is_empty() || self.audit.has_version_5() {
             SNAPSHOT_VERSION_KEYS
         } else if self.hash_secret.is_some() || self.audit.has_version_4() || has_later {
@@ -296,6 +307,7 @@ impl RouterState {
         self.view.publish_service(self.service_view());
         self.view.publish_outputs(self.outputs.view());
         self.view.publish_keys(self.keys.view());
+        self.view.publish_caches(self.caches.view());
         self.publish_for_policies();
         self.publish_for_admission(true);
         self.view.publish_ratios(self.ratios.view());
@@ -366,6 +378,7 @@ impl RouterState {
             tag::KEYS => self.keys.restore_piece(payload)?,
             tag::PLANS => self.users.restore_plans(payload)?,
             tag::REVOKED_KEYS => self.keys.restore_revoked(payload)?,
+            tag::CACHES => self.caches.restore_piece(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),

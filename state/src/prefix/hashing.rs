@@ -44,6 +44,12 @@ impl HashSecret {
         &*self.0
     }
 
+    /// Returns the secret as a key for cryptographic hashes. Never to be shown.
+    #[must_use]
+    pub fn key_bytes(&self) -> &[u8; SECRET_BYTES] {
+        &self.0
+    }
+
     /// Hashes text under the secret, for names that stand in for something that must not be
     /// guessable.
     #[must_use]

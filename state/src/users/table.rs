@@ -331,6 +331,21 @@ impl Users {
         })
     }
 
+    /// Names a user and keeps it from being forgotten, with the weight that it has. Returns whether
+    /// there was room.
+    pub(crate) fn keep(&mut self, key: UserKey, name: &str) -> bool {
+        self.change(key, |user| {
+            user.name = name.into();
+            user.is_configured = true;
+            false
+        })
+    }
+
+    /// Whether a user is known and is not forgotten by itself.
+    pub(crate) fn keeps(&self, key: UserKey) -> bool {
+        self.map.get(&key).is_some_and(|user| user.is_configured)
+    }
+
     /// Ends all requests that a replica has in flight or waiting.
     pub(crate) fn close_replica(&mut self, replica: ReplicaId) {
         let open = self.backlogged.iter().chain(&self.waiting);

@@ -159,6 +159,7 @@ impl ReferenceModel {
             | Command::EndKey { .. }
             | Command::RotateKey { .. } => {}
             Command::ConfigureUser(changes) => self.configure(changes),
+            Command::SetCacheScope { user, .. } => self.users.know_named(user.as_deref()),
             Command::DeleteUser { name } => self.users.delete(name),
             Command::PaceTime => self.pace(),
             // What is in its parts is not looked at.

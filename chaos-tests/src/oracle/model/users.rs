@@ -96,6 +96,12 @@ impl ModelUsers {
         self.users.entry(user).or_default();
     }
 
+    pub(super) fn know_named(&mut self, name: Option<&str>) {
+        if let Some(name) = name {
+            self.know(self.key(name));
+        }
+    }
+
     pub(super) fn counter(&self, user: UserKey) -> u64 {
         self.users.get(&user).map_or(0, ModelUser::counter)
     }

@@ -16,6 +16,8 @@ mod replies;
 mod tests;
 #[cfg(test)]
 mod version_6_tests;
+#[cfg(test)]
+mod version_7_tests;
 
 use bincode::{Decode, Encode};
 
@@ -25,7 +27,7 @@ use crate::error::DecodeEntryError;
 
 /// The newest format version of commands. A command's first byte is the version of its kind, see
 /// [`format_of`].
-pub const FORMAT_VERSION: u8 = 6;
+pub const FORMAT_VERSION: u8 = 7;
 /// The format version known to every build that can share a cluster with this one. Replies use it.
 pub const FORMAT_VERSION_COMMON: u8 = 2;
 /// The oldest format version that can be read.
@@ -44,6 +46,7 @@ const DECODE_BYTES_MAX: usize = 64 << 20;
 #[must_use]
 pub fn format_of(command: &Command) -> u8 {
     match command {
+        Command::SetCacheScope { .. } => 7,
         // Its backup may be of any version that this build reads.
         Command::BeginRestoreOfKeys { .. } => FORMAT_VERSION,
         Command::EndKey { .. } | Command::ConfigureUser(_) => 6,

@@ -1,0 +1,205 @@
+//! The table of cache scopes, frozen and published by cloning references.
+
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::xxh3_128;
+
+use super::CacheScope;
+use crate::cow::CowMap;
+use crate::encoding;
+use crate::ids::UserKey;
+
+/// Number of scopes in one section of a snapshot.
+const SCOPES_PER_PIECE: usize = 4096;
+
+/// Scopes by user.
+type ScopeMap = CowMap<UserKey, Arc<CacheScope>>;
+
+/// The cache scopes of all users. Who has one is a configured user, which bounds their number.
+pub(crate) struct CacheScopes {
+    /// Scope of users without one of their own.
+    default: CacheScope,
+    of_users: ScopeMap,
+    /// Wrapping sum of the entries' hashes.
+    digest: u128,
+    /// Whether a scope changed since the last [`CacheScopes::publish`].
+    is_changed: bool,
+}
+
+/// A frozen copy of the scopes.
+pub(crate) struct CacheScopesImage {
+    default: CacheScope,
+    of_users: ScopeMap,
+}
+
+/// The cache scopes as readers on other threads see them.
+#[derive(Debug, Clone)]
+pub struct CacheScopesView {
+    default: CacheScope,
+    of_users: ScopeMap,
+}
+
+impl Default for CacheScopes {
+    fn default() -> Self {
+        Self {
+            default: CacheScope::Shared,
+            of_users: CowMap::new(),
+            digest: 0,
+            is_changed: false,
+        }
+    }
+}
+
+impl Default for CacheScopesView {
+    fn default() -> Self {
+        CacheScopes::default().view()
+    }
+}
+
+impl CacheScopes {
+    /// Whether no scope was ever set, or all were removed.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.default == CacheScope::Shared && self.of_users.len() == 0
+    }
+
+    /// Appends the scopes' part of the digest input.
+    pub(crate) fn append_digest(&self, bytes: &mut Vec<u8>) {
+        if !self.is_empty() {
+            encoding::append_bytes(&(&self.default, self.digest), bytes);
+        }
+    }
+
+    /// Sets the scope of users without one of their own.
+    pub(crate) fn set_default(&mut self, scope: CacheScope) {
+        self.is_changed = true;
+        self.default = scope;
+    }
+
+    /// Sets a user's scope; `None`: the user has none of its own.
+    pub(crate) fn set(&mut self, user: UserKey, scope: Option<CacheScope>) {
+        self.is_changed = true;
+        if let Some(former) = self.of_users.remove(&user) {
+            self.digest = self.digest.wrapping_sub(hash(user, &former));
+        }
+        if let Some(scope) = scope {
+            self.digest = self.digest.wrapping_add(hash(user, &scope));
+            self.of_users.insert_new(user, Arc::new(scope));
+        }
+    }
+
+    /// Returns the users that have a scope of their own, ascending by key.
+    pub(crate) fn users(&self) -> impl Iterator<Item = UserKey> {
+        self.of_users.iter().map(|(user, _)| *user)
+    }
+
+    /// Returns the scopes for readers on other threads.
+    pub(crate) fn view(&self) -> CacheScopesView {
+        CacheScopesView {
+            default: self.default.clone(),
+            of_users: self.of_users.clone(),
+        }
+    }
+
+    /// Returns them if they changed since the last call.
+    pub(crate) fn publish(&mut self) -> Option<CacheScopesView> {
+        std::mem::take(&mut self.is_changed).then(|| self.view())
+    }
+
+    /// Publishes all scopes with the next command: they are others.
+    pub(crate) fn replaced(&mut self) {
+        self.is_changed = true;
+    }
+
+    pub(crate) fn freeze(&self) -> CacheScopesImage {
+        CacheScopesImage {
+            default: self.default.clone(),
+            of_users: self.of_users.clone(),
+        }
+    }
+
+    /// Adds the scopes of one piece, or describes its fault.
+    pub(crate) fn restore_piece(&mut self, bytes: &[u8]) -> Result<(), String> {
+        type Piece = (CacheScope, Vec<(UserKey, CacheScope)>);
+        let (default, scopes) =
+            encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)?;
+        let fault = |reject| format!("cache scope: {reject}");
+        default.validate().map_err(fault)?;
+        self.set_default(default);
+        for (user, scope) in scopes {
+            scope.validate().map_err(fault)?;
+            if self.of_users.get(&user).is_some() {
+                return Err(format!("the cache scope of user {user} stands twice"));
+            }
+            self.set(user, Some(scope));
+        }
+        Ok(())
+    }
+
+    /// Checks the table's part of I110, or describes the fault.
+    pub(crate) fn check(&self, view: &CacheScopesView) -> Result<(), String> {
+        let hashes = self.of_users.iter().map(|(user, scope)| hash(*user, scope));
+        if hashes.fold(0, u128::wrapping_add) != self.digest {
+            return Err("the digest of cache scopes differs from them".to_owned());
+        }
+        let is_shown =
+            self.default == view.default && self.of_users.iter().eq(view.of_users.iter());
+        match is_shown {
+            true => Ok(()),
+            false => Err("the published cache scopes differ".to_owned()),
+        }
+    }
+}
+
+impl CacheScopesImage {
+    /// Encodes all scopes in pieces of a bounded number of scopes; none if there is nothing to keep.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = Vec<u8>> {
+        let mut scopes = self.of_users.iter().peekable();
+        let mut is_due = self.default != CacheScope::Shared;
+        std::iter::from_fn(move || {
+            if scopes.peek().is_none() && !is_due {
+                return None;
+            }
+            is_due = false;
+            let piece = scopes.by_ref().take(SCOPES_PER_PIECE);
+            let piece: Vec<(&UserKey, &CacheScope)> =
+                piece.map(|(user, scope)| (user, &**scope)).collect();
+            Some(encoding::to_bytes(&(&self.default, piece)))
+        })
+    }
+}
+
+impl CacheScopesView {
+    /// Returns the scope of a user.
+    #[must_use]
+    pub fn of(&self, user: UserKey) -> &CacheScope {
+        self.own(user).unwrap_or(&self.default)
+    }
+
+    /// Returns the scope that was set for a user; `None`: that of users without one holds.
+    #[must_use]
+    pub fn own(&self, user: UserKey) -> Option<&CacheScope> {
+        self.of_users.get(&user).map(|scope| &**scope)
+    }
+
+    /// Returns the scope of users without one of their own.
+    #[must_use]
+    pub fn default_scope(&self) -> &CacheScope {
+        &self.default
+    }
+
+    /// Returns how many users have a scope of their own.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.of_users.len()
+    }
+
+    /// Whether all users share.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.default == CacheScope::Shared && self.len() == 0
+    }
+}
+
+fn hash(user: UserKey, scope: &CacheScope) -> u128 {
+    xxh3_128(&encoding::to_bytes(&(user, scope)))
+}
