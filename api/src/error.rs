@@ -239,6 +239,15 @@ pub enum ProxyError {
     /// Backends are healthy, but none of them has the requested labels.
     #[error("no healthy backend of this model has the requested labels")]
     NoneSelected,
+    /// The user's cached blocks must be kept apart, and no healthy engine of the model does that.
+    #[error("no healthy backend of this model keeps this user's cached prompts apart from others'")]
+    NoneIsolating,
+    /// The user's cached blocks must be kept apart, and on this path engines cannot.
+    #[error(
+        "this user's cached prompts are kept apart from others', which engines cannot do on this \
+         path; use /v1/chat/completions, /v1/completions or /v1/responses"
+    )]
+    PathNotIsolated,
     /// There is no state to answer from: this replica is in no cluster, or has not caught up with it.
     #[error("this replica is starting and does not know its cluster's models yet")]
     Starting,
@@ -322,6 +331,8 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::Starting => (503, "server_error", "replica_starting"),
         ProxyError::NoneHealthy => (503, "server_error", "no_healthy_backend"),
         ProxyError::NoneSelected => (503, "server_error", "no_backend_selected"),
+        ProxyError::NoneIsolating => (503, "server_error", "no_isolating_backend"),
+        ProxyError::PathNotIsolated => (403, "invalid_request_error", "path_not_isolated"),
         ProxyError::OutOfConnections => (503, "server_error", "out_of_connections"),
         ProxyError::Unreachable => (503, "server_error", "backend_unreachable"),
         ProxyError::Refused => (503, "server_error", "backends_refuse"),
@@ -353,6 +364,7 @@ fn retry_after_s(failure: &ProxyError) -> Option<u32> {
     match failure {
         ProxyError::NoneHealthy
         | ProxyError::NoneSelected
+        | ProxyError::NoneIsolating
         | ProxyError::OutOfConnections
         | ProxyError::Unreachable
         | ProxyError::Refused

@@ -13,6 +13,7 @@ pub mod file_stamp;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 mod ip_prefix;
+pub mod isolation;
 pub mod kv_events;
 pub mod metrics;
 pub mod planted;

@@ -24,6 +24,8 @@ mod lora;
 mod metrics;
 #[path = "cluster/operation.rs"]
 mod operation;
+#[path = "cluster/tenants.rs"]
+mod tenants;
 #[path = "cluster/tls.rs"]
 mod tls;
 

@@ -15,6 +15,7 @@ mod audit;
 mod backends;
 mod backup;
 mod bins;
+mod caches;
 mod calls;
 mod certified;
 mod cluster;

@@ -7,8 +7,8 @@ use http::Method;
 
 use super::roles::{AdminRole, Permission};
 use super::{
-    AdminState, admission, audit, backends, backup, bins, cluster, config, decisions, explain,
-    keys, ownership, policy, probes, reload, restore, stream, users,
+    AdminState, admission, audit, backends, backup, bins, caches, cluster, config, decisions,
+    explain, keys, ownership, policy, probes, reload, restore, stream, users,
 };
 
 const OPEN: Permission = Permission::Open;
@@ -143,7 +143,7 @@ pub(super) const ROUTES: &[RouteInfo] = &[
     RouteInfo {
         path: "/admin/v1/users/{name}",
         methods: &[("GET", VIEWER), ("PUT", OPERATOR), ("DELETE", OPERATOR)],
-        what: "one user; PUT {\"weight_milli\", \"limits\"}, either; DELETE without requests only",
+        what: "one user; PUT {\"weight_milli\", \"limits\", \"cache\", \"cache_group\"}, any; DELETE without requests only",
         handlers: || {
             get(users::show)
                 .merge(put(users::put))
@@ -155,6 +155,12 @@ pub(super) const ROUTES: &[RouteInfo] = &[
         methods: &[("POST", OPERATOR)],
         what: "forget what the user has used of its limits per window; counters stay",
         handlers: || post(users::forgive),
+    },
+    RouteInfo {
+        path: "/admin/v1/cache",
+        methods: &[("GET", VIEWER), ("PUT", OPERATOR)],
+        what: "whether users without a setting of their own share cached blocks: {\"cache\", \"cache_group\"}",
+        handlers: || get(caches::show).merge(put(caches::put)),
     },
     RouteInfo {
         path: "/admin/v1/keys",

@@ -10,16 +10,16 @@ use state::ids::{LogIndex, UserKey};
 use state::quotas::{RemainingLimits, UserLimits};
 use state::users::{UserUsage, UserView, WEIGHT_MILLI_DEFAULT};
 
-use super::AdminState;
 use super::admission::{DEPRECATION, WARNING};
 use super::answer::{
     ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, json, name_of, submit,
     unchanged,
 };
+use super::caches::{CacheForm, ShownScope, scope_of};
 use super::keys::{date, pattern_of};
 use super::problem::{invalid, not_found, unfit};
 use super::readback::{ReadBack, ReadBackJson};
-use crate::admission::Admission;
+use super::{Admin, AdminState};
 use crate::error::Problem;
 use crate::settings::{SettingFault, UserLimitsForm, are_former_limits, read_budget};
 
@@ -37,6 +37,9 @@ struct UserDetail {
     /// Limits set for this user; if absent, the limits for all users apply.
     #[serde(skip_serializing_if = "Option::is_none")]
     limits: Option<UserLimitsForm>,
+    /// With whom the user shares cached blocks, if that was set for this user.
+    #[serde(flatten)]
+    scope: Option<ShownScope>,
     /// Remainder of the effective limits; `null`: unlimited.
     left: RemainingLimits,
     /// Tokens per day and month (UTC); absent: no budget.
@@ -92,9 +95,10 @@ struct QueuedRequests {
 }
 
 impl UserDetail {
-    fn of(user: &UserView, admission: &Admission, unix_ms: u64) -> Self {
+    fn of(user: &UserView, admin: &Admin, unix_ms: u64) -> Self {
         let budget = Some(user.budget).filter(|it| !it.budget.is_unbounded());
         Self {
+            scope: admin.view.caches().own(user.key).map(ShownScope::from),
             name: user.name.to_string(),
             key: key_text(user.key),
             weight_milli: user.weight_milli,
@@ -102,7 +106,7 @@ impl UserDetail {
             counter_milli_tokens: user.counter_milli_tokens,
             in_flight: user.in_flight,
             waiting: QueuedRequests {
-                here: admission.waiting_of(user.key),
+                here: admin.admission.waiting_of(user.key),
                 cluster: user.waiting,
             },
             limits: user.limits.as_ref().map(UserLimitsForm::from),
@@ -158,7 +162,7 @@ pub(super) async fn list(
     // Outside the closure: the queues' lock must not be awaited while `apply` waits for this
     // reader.
     let now_ms = admin.clock.unix_ms();
-    let shown = |user: &UserView| UserDetail::of(user, &admin.admission, now_ms);
+    let shown = |user: &UserView| UserDetail::of(user, &admin, now_ms);
     answer.users = users.iter().map(shown).collect();
     if answer.users.len() > limit {
         answer.users.truncate(limit);
@@ -182,7 +186,7 @@ pub(super) async fn show(
     let user = found.ok_or_else(|| not_found(format!("no user has the name {name:?}")))?;
     Ok(json(&UserResponse {
         index,
-        user: UserDetail::of(&user, &admin.admission, admin.clock.unix_ms()),
+        user: UserDetail::of(&user, &admin, admin.clock.unix_ms()),
     }))
 }
 
@@ -203,6 +207,10 @@ pub(super) struct PutUserBody {
     budget: Option<Value>,
     /// Models that the user may use; empty: all.
     models: Option<Vec<String>>,
+    /// Whether the user shares cached blocks.
+    cache: Option<CacheForm>,
+    /// Within which group.
+    cache_group: Option<String>,
 }
 
 impl ReadBack for PutUserBody {
@@ -271,7 +279,7 @@ impl PutUserBody {
         match (weight_milli, limits) {
             (None, None) => Err(invalid(
                 "body",
-                "neither weight_milli, limits, budget nor models".to_owned(),
+                "neither weight_milli, limits, budget, models, cache nor cache_group".to_owned(),
             )),
             (Some(weight_milli), None) => Ok(Command::PutUser(UserSpec { name, weight_milli })),
             (None, Some(limits)) => Ok(Command::PutUserLimits { name, limits }),
@@ -280,6 +288,14 @@ impl PutUserBody {
                 limits,
             }),
         }
+    }
+
+    /// Whether it sets anything beside a cache scope.
+    fn sets_more(&self) -> bool {
+        self.weight_milli.is_some()
+            || self.limits.is_some()
+            || self.budget.is_some()
+            || self.models.is_some()
     }
 
     /// Whether it would set nothing for a user of whom it was read that nobody configured it.
@@ -321,7 +337,8 @@ pub(super) async fn put(
         let found = format!("{other:?}, expected {name:?} as in the path");
         return Err(invalid("name", found));
     }
-    if body.is_as_unconfigured() {
+    let scope = scope_of(body.cache, body.cache_group.as_ref())?;
+    if body.is_as_unconfigured() && scope.is_none() {
         at_level(&admin, ReadLevel::Linearizable).await?;
         let mut known = None;
         let read = &mut |state: &state::RouterState| known = state.user_named(&name);
@@ -336,8 +353,17 @@ pub(super) async fn put(
     let written = body.limits()?;
     let are_former = written.as_ref().is_some_and(|it| it.are_former);
     let limits = written.map(|it| it.limits);
-    let command = body.command(name, limits)?;
-    let mut answer = submit(&admin, command).await?;
+    let is_more = body.sets_more() || scope.is_none();
+    let command = is_more.then(|| body.command(name.clone(), limits));
+    let command = command.transpose()?;
+    let user = Some(name);
+    // First, so that nothing is shared in between that must not be.
+    let scope = scope.map(|scope| Command::SetCacheScope { user, scope });
+    let mut answer = None;
+    for command in [scope, command].into_iter().flatten() {
+        answer = Some(submit(&admin, command).await?);
+    }
+    let mut answer = answer.expect("without a scope there is a command");
     if are_former {
         answer.headers_mut().extend([DEPRECATION, WARNING]);
     }

@@ -13,9 +13,45 @@ use super::text::{self, MetricsPageError, Sample};
 /// Maximum number of models that one engine may list.
 pub const MODELS_PER_ENGINE_MAX: usize = 1024;
 
+/// Which engine answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EngineKind {
+    /// vLLM.
+    Vllm,
+    /// SGLang.
+    Sglang,
+    /// llama.cpp.
+    LlamaCpp,
+}
+
+impl EngineKind {
+    /// The engine that exports a metric of this name.
+    fn of(metric: &str) -> Option<Self> {
+        match metric.split_once(':')?.0 {
+            "vllm" => Some(Self::Vllm),
+            "sglang" => Some(Self::Sglang),
+            "llamacpp" => Some(Self::LlamaCpp),
+            _ => None,
+        }
+    }
+
+    /// Whether it keeps cached blocks of different `cache_salt`s apart, in all versions that are
+    /// supported.
+    #[must_use]
+    pub fn knows_salts(self) -> bool {
+        match self {
+            Self::Vllm => true,
+            Self::Sglang | Self::LlamaCpp => false,
+        }
+    }
+}
+
 /// Figures of a metrics page; `None` if the page does not have them.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct EngineMetrics {
+    /// Which engine it is, by the names of its metrics.
+    pub kind: Option<EngineKind>,
     /// Running requests from all clients.
     pub running: Option<u32>,
     /// Requests in the engine's own queue.
@@ -55,6 +91,7 @@ impl EngineMetrics {
 
     fn add(&mut self, sample: &Sample<'_>) {
         let value = sample.value;
+        self.kind = self.kind.or_else(|| EngineKind::of(sample.name));
         match sample.name {
             "vllm:num_requests_running"
             | "sglang:num_running_reqs"
@@ -270,6 +307,7 @@ mod tests {
     fn a_vllm_page_is_read() {
         let page = include_bytes!("samples/vllm.txt");
         let expected = EngineMetrics {
+            kind: Some(EngineKind::Vllm),
             running: Some(7),
             waiting: Some(3),
             kv_usage_permille: Some(418),
@@ -288,6 +326,7 @@ mod tests {
     fn an_sglang_page_is_read() {
         let page = include_bytes!("samples/sglang.txt");
         let expected = EngineMetrics {
+            kind: Some(EngineKind::Sglang),
             running: Some(5),
             waiting: Some(2),
             kv_usage_permille: Some(280),

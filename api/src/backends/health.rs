@@ -12,7 +12,7 @@ use state::command::EngineFacts;
 use state::ids::Slot;
 
 use super::adapters::EngineAdapters;
-use super::engine::{EngineMetrics, EngineModel};
+use super::engine::{EngineKind, EngineMetrics, EngineModel};
 use crate::sync::{ArcSwapOption, AtomicU64, Mutex, MutexGuard, Notify, Ordering};
 
 /// Number of consecutive failed probes after which a backend gets no more requests.
@@ -57,6 +57,8 @@ pub struct Glance {
     pub is_doubtful: bool,
     /// Whether [`Health::adapters`] says anything.
     pub has_adapters: bool,
+    /// Whether the engine is one that knows `cache_salt`.
+    pub knows_salts: bool,
     /// Requests in the engine's queue, at most [`Glance::COUNT_MAX`].
     pub waiting: u32,
     /// Requests running in the engine, at most [`Glance::COUNT_MAX`].
@@ -70,13 +72,14 @@ impl Glance {
     pub const COUNT_MAX: u32 = (1 << 24) - 1;
 
     /// Packs the fields into one word. Bit 63: the slot is occupied, bit 62: healthy, bit 61:
-    /// doubtful, bit 60: it tells of adapters, bits 48 to 57: usage, bits 24 to 47: waiting, bits 0 to 23: running.
+    /// doubtful, bit 60: it tells of adapters, bit 59: it knows salts, bits 48 to 57: usage, bits 24 to 47: waiting, bits 0 to 23: running.
     fn pack(self) -> u64 {
         let count = |count: u32| u64::from(count.min(Self::COUNT_MAX));
         1 << 63
             | u64::from(self.is_healthy) << 62
             | u64::from(self.is_doubtful) << 61
             | u64::from(self.has_adapters) << 60
+            | u64::from(self.knows_salts) << 59
             | u64::from(self.kv_usage_permille.min(1000)) << 48
             | count(self.waiting) << 24
             | count(self.running)
@@ -88,6 +91,7 @@ impl Glance {
             is_healthy: word >> 62 & 1 == 1,
             is_doubtful: word >> 61 & 1 == 1,
             has_adapters: word >> 60 & 1 == 1,
+            knows_salts: word >> 59 & 1 == 1,
             kv_usage_permille: (word >> 48) as u32 & 1023,
             waiting: count(24),
             running: count(0),
@@ -121,6 +125,8 @@ pub struct ProbeRecord {
     pub metrics_detail: Option<String>,
     /// The engine's figures as of the last successful scrape.
     pub metrics: EngineMetrics,
+    /// Which engine it is, as far as its metrics ever told.
+    pub kind: Option<EngineKind>,
     /// Model ids of its last model list.
     pub models: Option<Vec<String>>,
     /// What it says of them.
@@ -179,6 +185,13 @@ impl ProbeRecord {
             self.is_healthy = false;
         }
         self.detail = Some(why);
+    }
+
+    /// Records which engine it is. Returns it if it is another than before.
+    pub(crate) fn recognised(&mut self, kind: Option<EngineKind>) -> Option<EngineKind> {
+        let kind = kind.filter(|_| kind != self.kind)?;
+        self.kind = Some(kind);
+        Some(kind)
     }
 
     /// Records a successful scrape.
@@ -248,6 +261,7 @@ impl ProbeRecord {
             is_healthy: self.is_healthy,
             is_doubtful: !self.is_healthy && self.fault == Some(Fault::Unwell),
             has_adapters: self.adapters.is_some(),
+            knows_salts: self.kind.is_some_and(EngineKind::knows_salts),
             waiting: self.metrics.waiting.unwrap_or(0),
             running: self.metrics.running.unwrap_or(0),
             kv_usage_permille: self.metrics.kv_usage_permille.unwrap_or(0),
@@ -501,12 +515,13 @@ mod tests {
             is_healthy: bool,
             is_doubtful: bool,
             has_adapters: bool,
+            knows_salts: bool,
             waiting: u32,
             running: u32,
             kv_usage_permille in 0u32..=1000,
         ) {
             let glance = Glance {
-                is_healthy, is_doubtful, has_adapters, waiting, running, kv_usage_permille,
+                is_healthy, is_doubtful, has_adapters, knows_salts, waiting, running, kv_usage_permille,
             };
             prop_assert_eq!(Glance::unpack(glance.pack()).unwrap(), Glance {
                 waiting: waiting.min(Glance::COUNT_MAX),

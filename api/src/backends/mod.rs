@@ -37,9 +37,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use state::StateView;
 use state::command::{BACKENDS_MAX, EngineFacts};
 use state::ids::{BackendRef, Slot, UserKey};
+use state::{Backend, StateView};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -53,7 +53,7 @@ pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
 pub use dialer::{EngineDialer, engine_files};
-pub use engine::{EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX, engine_kind};
+pub use engine::{EngineKind, EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX, engine_kind};
 pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::{EngineHeaders, EngineKeys};
@@ -69,6 +69,7 @@ use health::HealthTable;
 
 use crate::clock::Clock;
 use crate::events::{ClusterEvent, EventBus};
+use crate::isolation::CACHE_SALT_LABEL;
 
 /// A replica's knowledge of the registered backends' health and engine metrics. One per replica.
 pub struct Backends {
@@ -253,6 +254,25 @@ impl Backends {
     #[must_use]
     pub fn glance(&self, slot: Slot) -> Option<Glance> {
         self.board.glance(slot)
+    }
+
+    /// Whether the engine of `backend` keeps cached blocks of different `cache_salt`s apart: as its
+    /// label says, else as engines of its kind do.
+    #[must_use]
+    pub fn knows_salts(&self, backend: &Backend) -> bool {
+        match backend
+            .spec
+            .labels
+            .get(CACHE_SALT_LABEL)
+            .map(String::as_str)
+        {
+            Some("true") => true,
+            Some("false") => false,
+            _ => {
+                let glance = self.glance(backend.handle.slot);
+                glance.is_some_and(|glance| glance.knows_salts)
+            }
+        }
     }
 
     /// Returns everything known about the backend in `slot`, for display.

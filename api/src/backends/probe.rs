@@ -186,11 +186,16 @@ impl Probe {
         });
         match read {
             Ok(metrics) => {
-                let mut is_healthy = true;
+                let (mut is_healthy, mut recognised) = (true, None);
                 self.stay.update(|record| {
+                    recognised = record.recognised(metrics.kind);
                     record.scraped(metrics.clone());
                     is_healthy = record.is_healthy;
                 });
+                if let Some(engine) = recognised {
+                    let knows_salts = engine.knows_salts();
+                    tracing::info!(backend = self.id, ?engine, knows_salts, "engine recognised");
+                }
                 if !is_healthy {
                     // It answers again: probe at once instead of waiting for its turn.
                     self.backends.board.alarm(self.stay.slot()).notify_one();

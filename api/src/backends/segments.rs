@@ -7,9 +7,9 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 
 /// Maximum number of buffers in a [`Segments`] body.
-const SEGMENTS_MAX: usize = 3;
+const SEGMENTS_MAX: usize = 5;
 
-/// A request body of up to three buffers, sent one after another without joining them.
+/// A request body of up to five buffers, sent one after another without joining them.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     parts: [Bytes; SEGMENTS_MAX],
@@ -18,8 +18,26 @@ pub struct Segments {
 impl Segments {
     /// Creates a body of `parts`, in order. Empty ones are skipped.
     #[must_use]
-    pub fn new(parts: [Bytes; SEGMENTS_MAX]) -> Self {
-        Self { parts }
+    pub fn new<const COUNT: usize>(parts: [Bytes; COUNT]) -> Self {
+        const { assert!(COUNT + 2 <= SEGMENTS_MAX) };
+        let mut all = Self::default();
+        all.parts
+            .iter_mut()
+            .zip(parts)
+            .for_each(|(to, part)| *to = part);
+        all
+    }
+
+    /// The same with `part` at byte `at` of the first buffer. For bodies as [`Segments::new`] makes
+    /// them.
+    #[must_use]
+    pub fn with_inserted(self, at: usize, part: Bytes) -> Self {
+        let [first, second, third, ..] = self.parts;
+        let at = at.min(first.len());
+        let (before, behind) = (first.slice(..at), first.slice(at..));
+        Self {
+            parts: [before, part, behind, second, third],
+        }
     }
 
     /// Returns the length in bytes.
@@ -37,7 +55,7 @@ impl Segments {
 
 impl From<Bytes> for Segments {
     fn from(body: Bytes) -> Self {
-        Self::new([body, Bytes::new(), Bytes::new()])
+        Self::new([body])
     }
 }
 

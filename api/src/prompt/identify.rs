@@ -11,6 +11,7 @@ use super::{
     AroundText, BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch,
     PromptIdentity, ReplyBoundary, ReplyShape, TokenScope, Tokenizer,
 };
+use crate::isolation::CacheIsolation;
 
 /// Bytes per block where the config says nothing else.
 const BLOCK_BYTES: u32 = 128;
@@ -80,6 +81,7 @@ impl PromptReader {
         let rest = &text[chain.len() * block_bytes as usize..];
         PromptIdentity {
             root,
+            isolation: CacheIsolation::None,
             tokens: with_batch(tokens, parsed, ratio),
             matchable: matchable_of(parsed, matchable),
             unit,
@@ -118,6 +120,7 @@ impl PromptReader {
         let rest = &ids[chain.len() * block_size as usize..];
         PromptIdentity {
             root,
+            isolation: CacheIsolation::None,
             tokens: with_batch(ids.len() as u64, parsed, ratio),
             matchable: matchable_of(parsed, matchable),
             unit: BlockUnit::Tokens,

@@ -37,6 +37,8 @@ use state::ids::BlockHash;
 use state::prefix::ChainRoot;
 use state::ratios::TokenRatio;
 
+use crate::isolation::CacheIsolation;
+
 pub use cache_use::Truncation;
 pub use flatten::append_reply;
 pub use form::{FormFields, read_form};
@@ -82,8 +84,11 @@ pub struct ParsedBody {
     pub further: FurtherFields,
     /// The `user` field.
     pub user: Option<String>,
-    /// The `cache_salt` field.
+    /// The `cache_salt` field; of a user whose cached blocks are kept apart the salt that stands in
+    /// its place.
     pub cache_salt: Option<String>,
+    /// Whether the body has a `cache_salt`, be it `null`.
+    pub has_cache_salt: bool,
     /// The `lora_path` field of SGLang, as JSON: an adapter beside the model.
     pub adapter: Option<String>,
     /// `max_completion_tokens`, `max_tokens` or `max_output_tokens`; `None` when absent or unclear.
@@ -215,6 +220,8 @@ pub struct PromptIdentity {
     pub matchable: u32,
     /// What the blocks are made of.
     pub unit: BlockUnit,
+    /// How far engines must keep it apart from other users' prompts.
+    pub isolation: CacheIsolation,
     /// What is needed to go on with the chain when the answer is known.
     pub tail: ChainTail,
 }

@@ -181,6 +181,7 @@ struct BodyFields<'de> {
     cache: CacheFields,
     user: Option<String>,
     cache_salt: Option<String>,
+    has_cache_salt: bool,
     lora_path: Option<&'de RawValue>,
     max_tokens: Option<u32>,
     choices: Option<u32>,
@@ -219,6 +220,7 @@ impl BodyFields<'_> {
             further: self.further,
             user: self.user,
             cache_salt: self.cache_salt,
+            has_cache_salt: self.has_cache_salt,
             adapter: self.lora_path.map(|path| path.get().to_owned()),
             max_tokens: self.max_tokens,
             skips_cache: surface.skips_cache(&self.cache),
@@ -370,7 +372,10 @@ impl<'de> BodyVisitor<'_, 'de> {
                 found.take_stream_options(self.text, raw);
             }
             ("user", _) => found.user = map.next_value()?,
-            ("cache_salt", _) => found.cache_salt = map.next_value()?,
+            ("cache_salt", _) => {
+                found.cache_salt = map.next_value()?;
+                found.has_cache_salt = true;
+            }
             ("lora_path", _) => {
                 let raw = map.next_value::<&'de RawValue>()?;
                 found.lora_path = (raw.get() != "null").then_some(raw);

@@ -205,7 +205,7 @@ impl PromptReader {
     ///
     /// # Errors
     /// [`BodyRejection`], where it names no model and there are several.
-    pub fn of_form(&self, form: FormFields) -> Result<ReadRequest, BodyRejection> {
+    pub fn of_form(&self, form: FormFields) -> Result<ParsedRequest, BodyRejection> {
         let parsed = ParsedBody {
             model: form.model.unwrap_or_default(),
             user: form.user,
@@ -213,12 +213,13 @@ impl PromptReader {
             choices: 1,
             ..ParsedBody::default()
         };
-        let ParsedRequest { parsed, identity } = self.routed(parsed)?;
-        Ok(ReadRequest {
-            parsed,
-            identity,
-            ids: Vec::new(),
-        })
+        self.routed(parsed)
+    }
+
+    /// Has a prompt hashed under a salt, whatever its body says.
+    pub fn salt(&self, request: &mut ParsedRequest, salt: String) {
+        request.parsed.cache_salt = Some(salt);
+        request.identity = self.identify(&request.parsed);
     }
 
     /// The request with its model's name, where it has none the only one's.
@@ -287,9 +288,14 @@ impl PromptReader {
         let (outcome, tokens) = match tokenizer.remote() {
             Some(remote) => {
                 let asked = self.ask(remote, path, body, read).await;
-                self.with_files(tokenizer, path, body, asked).await?
+                let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
+                let whole = (path, body, salt);
+                self.with_files(tokenizer, whole, asked).await?
             }
-            None => self.encode(tokenizer, path, body).await?,
+            None => {
+                let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
+                self.encode(tokenizer, path, body, salt).await?
+            }
         };
         let outcome = match tokens {
             Ok(PromptTokens::Encoded(encoded)) => {
@@ -316,17 +322,16 @@ impl PromptReader {
     async fn with_files(
         &self,
         tokenizer: &Arc<Tokenizer>,
-        path: &str,
-        body: &Bytes,
+        (path, body, salt): (&str, &Bytes, &str),
         asked: Result<PromptTokens, Fallback>,
     ) -> Result<(&'static str, Result<PromptTokens, Fallback>), ReadError> {
         if !tokenizer.has_files() {
             return Ok(("engine", asked));
         }
         match asked {
-            Err(_) => self.encode(tokenizer, path, body).await,
+            Err(_) => self.encode(tokenizer, path, body, salt).await,
             Ok(PromptTokens::Ids(ids)) => {
-                let (_, here) = self.encode(tokenizer, path, body).await?;
+                let (_, here) = self.encode(tokenizer, path, body, salt).await?;
                 let tokens = match here {
                     Ok(PromptTokens::Encoded(encoded)) if encoded.ids == ids => {
                         PromptTokens::Encoded(encoded)
@@ -359,12 +364,13 @@ impl PromptReader {
         tokenizer: &Arc<Tokenizer>,
         path: &str,
         body: &Bytes,
+        salt: &str,
     ) -> Result<(&'static str, Result<PromptTokens, Fallback>), ReadError> {
         let mut prepared = None;
         if body.len() <= RENDERED_INLINE_BYTES_MAX {
             match tokenizer.content(path, body) {
                 Ok(TokenizerContent::Text(text)) => {
-                    match tokenizer.encode(&text, FRESH_INLINE_BYTES_MAX) {
+                    match tokenizer.encode(&text, salt, FRESH_INLINE_BYTES_MAX) {
                         Ok(encoded) => return Ok(("here", Ok(PromptTokens::Encoded(encoded)))),
                         Err(EncodeError::Never(why)) => return Ok(("here", Err(why))),
                         Err(EncodeError::MoreThanAllowed) => prepared = Some(text),
@@ -380,6 +386,7 @@ impl PromptReader {
             return Ok(("worker", Err(Fallback::Busy)));
         };
         let (tokenizer, path, body) = (Arc::clone(tokenizer), path.to_owned(), body.clone());
+        let salt = salt.to_owned();
         let tokens = blocking(move || {
             let _permit = permit;
             let text = match prepared.map_or_else(
@@ -389,7 +396,7 @@ impl PromptReader {
                 Ok(TokenizerContent::Text(text)) => text,
                 other => return known(other),
             };
-            match tokenizer.encode(&text, usize::MAX) {
+            match tokenizer.encode(&text, &salt, usize::MAX) {
                 Ok(encoded) => Ok(PromptTokens::Encoded(encoded)),
                 Err(EncodeError::Never(why)) => Err(why),
                 Err(EncodeError::MoreThanAllowed) => Err(Fallback::TooLong),
@@ -413,8 +420,11 @@ impl PromptReader {
             TokenizeRequest::Ids(ids) => return Ok(PromptTokens::Ids(ids)),
             TokenizeRequest::Nothing => return Ok(PromptTokens::Nothing),
         };
+        let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
         let tokens = remote
-            .tokens(&question, || self.post_tokenize(model, question.clone()))
+            .tokens(&question, salt, || {
+                self.post_tokenize(model, question.clone())
+            })
             .await;
         let ids = tokens.ok_or(Fallback::Engine)?;
         Ok(PromptTokens::Ids(ids.to_vec()))

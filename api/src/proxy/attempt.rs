@@ -13,6 +13,7 @@ use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
 use http::{Method, Request, Response, Uri, Version};
 use http_body_util::{BodyExt, Limited};
+use state::Backend;
 use state::ids::UserKey;
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -24,6 +25,7 @@ use super::relay::ERROR_BYTES_MAX;
 use super::suspects::WatchedRequest;
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
+use crate::isolation::CacheIsolation;
 use crate::routing::{Attempt, AttemptEnd, Decision, DecisionRecord};
 
 /// How long the rest of a refusal is waited for.
@@ -34,8 +36,24 @@ pub(super) struct OutgoingRequest<'a> {
     pub(super) asked: &'a ProxiedRequest,
     pub(super) uri: Uri,
     pub(super) body: Segments,
+    /// The body for engines that know salts, of a user whose cached blocks are kept apart.
+    pub(super) salted: Option<Segments>,
     pub(super) first_byte_by: Instant,
     pub(super) watched: WatchedRequest,
+}
+
+impl OutgoingRequest<'_> {
+    /// The body for the engine of `backend`.
+    fn body_for(&self, proxy: &Proxy, backend: &Backend) -> &Segments {
+        let isolation = self.asked.identity.isolation;
+        let salted = self.salted.as_ref().filter(|_| {
+            isolation == CacheIsolation::Required || proxy.backends.knows_salts(backend)
+        });
+        if salted.is_none() && isolation != CacheIsolation::None {
+            proxy.metrics.unsalted.inc();
+        }
+        salted.unwrap_or(&self.body)
+    }
 }
 
 /// How an attempt went, for the request.
@@ -364,6 +382,7 @@ async fn send(
     let endpoint = proxy
         .pool
         .endpoint(decision.backend, backend.spec.url.as_str())?;
+    let body = sending.body_for(proxy, backend);
     let keys = proxy.backends.keys();
     let engine_key = keys.of_requests(&backend.spec.id, &backend.spec.url);
     drop(registry);
@@ -377,7 +396,7 @@ async fn send(
     };
     let build = || {
         is_sent.store(true, Relaxed);
-        let mut request = Request::new(sending.body.clone());
+        let mut request = Request::new(body.clone());
         *request.method_mut() = Method::POST;
         *request.uri_mut() = sending.uri.clone();
         *request.headers_mut() = toward_engine(&asked.head.headers, endpoint.host(), &hop);

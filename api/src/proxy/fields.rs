@@ -69,10 +69,7 @@ impl FieldRules {
             return Ok(None);
         }
         let text = str::from_utf8(body).unwrap_or_default();
-        let members = members(text).ok_or_else(|| ProxyError::BadRequest {
-            message: format!("the body has more than {MEMBERS_MAX} fields"),
-            param: None,
-        })?;
+        let members = members(text).ok_or_else(too_many)?;
         let is_in =
             |names: &[String], member: &BodyMember<'_>| names.iter().any(|it| *it == member.name);
         if let Some(member) = members.iter().find(|it| is_in(&self.refused, it)) {
@@ -101,6 +98,20 @@ impl FieldRules {
                 param: Some(name.clone()),
             }),
         }
+    }
+}
+
+/// The body without the salt that its client gave.
+pub(super) fn without_salt(body: &Bytes) -> Result<Bytes, ProxyError> {
+    let text = str::from_utf8(body).unwrap_or_default();
+    let members = members(text).ok_or_else(too_many)?;
+    Ok(without(text, &members, |it| it.name == "cache_salt"))
+}
+
+fn too_many() -> ProxyError {
+    ProxyError::BadRequest {
+        message: format!("the body has more than {MEMBERS_MAX} fields"),
+        param: None,
     }
 }
 

@@ -29,7 +29,7 @@ use super::proxied::ProxiedRequest;
 use super::relay::{
     BodyKind, RespondingBackend, ResponseBody, ResponseTimeouts, SharedResponseBody,
 };
-use super::splice::splice;
+use super::splice::{salted, splice};
 use super::sse::{SseStream, WantedUsage};
 use crate::admission::AdmissionRejection;
 use crate::backends::AnswerForm;
@@ -79,6 +79,7 @@ pub(super) async fn forward(
     let mut sending = OutgoingRequest {
         asked,
         uri,
+        salted: salted(&asked.parsed, asked.identity.isolation, &body),
         body,
         first_byte_by: Instant::now(),
         watched: proxy.suspects.watch(asked),
@@ -137,6 +138,7 @@ fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> Pr
         },
         AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => ProxyError::NoneHealthy,
         AdmissionRejection::NoBackend(RoutingRejection::NoneSelected) => ProxyError::NoneSelected,
+        AdmissionRejection::NoBackend(RoutingRejection::NoneIsolating) => ProxyError::NoneIsolating,
         AdmissionRejection::NoBackend(RoutingRejection::AllTried) => ProxyError::Unreachable,
         AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => too_long(proxy, asked),
         AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => ProxyError::Overloaded,

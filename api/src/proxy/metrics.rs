@@ -64,6 +64,8 @@ pub struct ProxyMetrics {
     pub retries_refused: Counter,
     /// Requests refused because they broke two connections.
     pub suspects_refused: Counter,
+    /// Requests of users whose cached blocks are kept apart, sent to an engine that does not.
+    pub unsalted: Counter,
     /// Answers that ended before their charge was known to be committed, where it is waited for.
     pub charges_unconfirmed: Counter,
     /// Bytes of request bodies taken in.
@@ -142,6 +144,11 @@ impl ProxyMetrics {
             self.duration.0.clone(),
         );
         registry.register("retries", "Retries on another backend", retries.clone());
+        registry.register(
+            "unsalted_requests",
+            "Requests of isolated users sent to an engine that does not keep their blocks apart",
+            self.unsalted.clone(),
+        );
         registry.register(
             "retries_refused",
             "Retries refused by the retry budget",

@@ -49,7 +49,7 @@ impl AdmissionRequest for ProxiedRequest {
     }
 
     fn is_selective(&self) -> bool {
-        !self.preferences.labels.is_empty()
+        !self.preferences.labels.is_empty() || self.identity.isolation.is_salted()
     }
 
     fn wait_max(&self, service: Duration) -> Option<Duration> {

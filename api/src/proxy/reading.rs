@@ -16,6 +16,7 @@ use state::ids::Slot;
 use super::cluster_keys::ClusterKeys;
 use super::deadline;
 use super::encoding::BodyEncoding;
+use super::fields::without_salt;
 use super::headers::told_request_id;
 use super::identify::{Client, IdentifiedUser, RequestOrigin, UserSource, check_key, identify};
 use super::keys::Holder;
@@ -24,7 +25,10 @@ use super::routes::{Route, route, takes_form, unrouted, without_slash};
 use super::settings::ProxySettings;
 use super::user_models::check_user_model;
 use crate::error::ProxyError;
-use crate::prompt::{ParsedBody, PromptIdentity, PromptReader, ReadError, ReadRequest, read_form};
+use crate::isolation::{CacheIsolation, SaltedPath, salt};
+use crate::prompt::{
+    ParsedBody, ParsedRequest, PromptIdentity, PromptReader, ReadError, ReadRequest, read_form,
+};
 use crate::routing::{Decider, Router, RoutingPreferences, RoutingRequest, UserName};
 
 /// Reads requests as the data plane does. One per replica.
@@ -149,21 +153,28 @@ impl RequestReader {
         body: &mut Bytes,
     ) -> Result<(ClientRequest, Vec<u32>), ProxyError> {
         let headers = head.headers;
-        let ReadRequest {
-            parsed,
-            identity,
-            ids,
-        } = self.understand(head, body).await?;
-        holder.check_model(&parsed.model)?;
+        let mut request = self.parse(head, body).await?;
+        holder.check_model(&request.parsed.model)?;
         let hashing = || self.view.registry().hashing();
         let client = Client {
             holder,
             origin: head.origin,
             headers,
         };
-        let IdentifiedUser { name, source } = identify(&self.settings, hashing, &client, &parsed)?;
-        check_user_model(&self.view, name.as_str(), &parsed.model)?;
+        let identified = identify(&self.settings, hashing, &client, &request.parsed);
+        let IdentifiedUser { name, source } = identified?;
+        check_user_model(&self.view, name.as_str(), &request.parsed.model)?;
         let priority = priority(headers, self.settings.priority_max)?;
+        let isolation = self
+            .keep_apart(head.path, &name, &mut request, body)
+            .await?;
+        // Once, from what the engine gets.
+        let ReadRequest {
+            parsed,
+            mut identity,
+            ids,
+        } = self.reader.tokenize(head.path, body, request).await?;
+        identity.isolation = isolation;
         let request = ClientRequest {
             preferences: self.decider.preferences(headers)?,
             deadline: deadline::told(headers),
@@ -216,13 +227,45 @@ impl RequestReader {
         told_request_id(headers)?.to_str().ok()
     }
 
-    /// Reads a body, less the fields that do not reach engines. Its prompt is tokenized once, from
-    /// what the engine gets.
-    async fn understand(
+    /// Has the prompt of a user with a cache scope of its own hashed in that scope, and says what
+    /// engines are to do about it.
+    async fn keep_apart(
+        &self,
+        path: &str,
+        user: &UserName,
+        request: &mut ParsedRequest,
+        body: &mut Bytes,
+    ) -> Result<CacheIsolation, ProxyError> {
+        let hashing = self.view.registry().hashing();
+        let salt = {
+            let scopes = self.view.caches();
+            let scope = scopes.of(user.key(hashing.seed));
+            let of_client = request.parsed.cache_salt.as_deref();
+            salt(&hashing, scope, user.as_str(), of_client)
+        };
+        let Some(salt) = salt else {
+            return Ok(CacheIsolation::None);
+        };
+        let isolation = SaltedPath::of(path).isolation(self.settings.when_unsalted);
+        let isolation = isolation.ok_or(ProxyError::PathNotIsolated)?;
+        if isolation == CacheIsolation::None {
+            return Ok(isolation);
+        }
+        if request.parsed.has_cache_salt && isolation.is_salted() {
+            *body = without_salt(body)?;
+            // The fields stand in other places now.
+            *request = self.reader.parse(path, body).await?;
+        }
+        self.reader.salt(request, salt);
+        Ok(isolation)
+    }
+
+    /// Reads a body, less the fields that do not reach engines.
+    async fn parse(
         &self,
         head: &RequestHead<'_>,
         body: &mut Bytes,
-    ) -> Result<ReadRequest, ProxyError> {
+    ) -> Result<ParsedRequest, ProxyError> {
         let path = head.path;
         if takes_form(path) {
             let content_type = head.headers.get(CONTENT_TYPE);
@@ -238,6 +281,6 @@ impl RequestReader {
             // The fields stand in other places now.
             request = self.reader.parse(path, body).await?;
         }
-        Ok(self.reader.tokenize(path, body, request).await?)
+        Ok(request)
     }
 }

@@ -18,6 +18,7 @@ use super::splice::UsageRequest;
 use crate::api_keys::KeyRules;
 use crate::backends::pool::PoolSettings;
 use crate::ip_prefix::IpPrefix;
+use crate::isolation::WhenUnsalted;
 
 /// Requests whose decisions are kept, unless the config says otherwise.
 pub const DECISIONS_MAX: usize = 10_000;
@@ -45,6 +46,8 @@ pub struct ProxySettings {
     pub api_keys: Option<ApiKeys>,
     /// How keys of the cluster are judged.
     pub keys: KeyRules,
+    /// What becomes of requests whose prompts no engine can keep apart from other users'.
+    pub when_unsalted: WhenUnsalted,
     /// Fields of bodies that are refused or stripped.
     pub fields: FieldRules,
     /// Headers that do not reach engines.
@@ -221,6 +224,7 @@ impl ProxySettings {
             trusted_proxies: IpPrefix::LOOPBACK.to_vec(),
             api_keys: None,
             keys: KeyRules::default(),
+            when_unsalted: WhenUnsalted::default(),
             fields: FieldRules::default(),
             strip_headers: HeaderRules::default(),
             retry_statuses: vec![StatusCode::SERVICE_UNAVAILABLE],

@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 
 use super::sse::WantedUsage;
 use crate::backends::pool::Segments;
+use crate::isolation::CacheIsolation;
 use crate::prompt::ParsedBody;
 
 /// Which usage reports are asked for on a client's behalf.
@@ -64,6 +65,22 @@ pub(super) fn splice(
         None => insert(mode, body, parsed.insert_at),
     };
     spliced.map_or_else(untouched, |segments| (segments, wanted))
+}
+
+/// The body with the salt that keeps the user's cached blocks apart; `None`: the engine is to get
+/// none. A client's own is not in it any more.
+pub(super) fn salted(
+    parsed: &ParsedBody,
+    isolation: CacheIsolation,
+    body: &Segments,
+) -> Option<Segments> {
+    let salt = parsed
+        .cache_salt
+        .as_ref()
+        .filter(|_| isolation.is_salted())?;
+    // It is of base64url's characters alone.
+    let member = format!("\"cache_salt\":\"{salt}\",");
+    Some(body.clone().with_inserted(parsed.insert_at, member.into()))
 }
 
 /// Adds the option as the object's first member.
@@ -149,6 +166,39 @@ mod tests {
             out,
             r#"{"stream_options":{"include_usage":true},"model":"m","stream":true}"#
         );
+    }
+
+    #[test]
+    fn a_salt_stands_in_front_of_all_else() {
+        for (body, rest) in [
+            (
+                r#"{"model":"m","stream":false}"#,
+                r#""model":"m","stream":false}"#,
+            ),
+            (
+                r#" {"model":"m","stream":true}"#,
+                r#""stream_options":{"include_usage":true},"model":"m","stream":true}"#,
+            ),
+            (
+                r#"{"model":"m","stream_options":{},"stream":true}"#,
+                r#""model":"m","stream_options":{"include_usage":true},"stream":true}"#,
+            ),
+        ] {
+            let bytes = Bytes::copy_from_slice(body.as_bytes());
+            let mut parsed = crate::prompt::parse(COMPLETIONS, &bytes).unwrap();
+            parsed.cache_salt = Some("s-_".to_owned());
+            let (segments, _) = splice(UsageRequest::Final, COMPLETIONS, &parsed, &bytes);
+            assert!(salted(&parsed, CacheIsolation::None, &segments).is_none());
+            let salted = salted(&parsed, CacheIsolation::Required, &segments).unwrap();
+            let bytes = salted.collect().now_or_never().unwrap();
+            let bytes = bytes.map(Collected::to_bytes).unwrap();
+            let text = String::from_utf8(bytes.to_vec()).unwrap();
+            let brace = body.find('{').unwrap() + 1;
+            assert_eq!(
+                text,
+                format!(r#"{}"cache_salt":"s-_",{rest}"#, &body[..brace])
+            );
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! A backend is out at the first filter that it does not pass: it serves other models, was tried,
 //! does not answer, drains, fails at its work (its circuit is open), has not loaded the adapter
-//! that others have, lacks a label, is too small, would have to load the adapter that others have
+//! that others have, lacks a label, would not keep the user's blocks apart, is too small, would have to load the adapter that others have
 //! in memory, or has as many requests as it may. `explain` shows each one's verdict, the metrics
 //! count them.
 
@@ -18,6 +18,7 @@ use super::fleet::{DecisionScratch, RoutingTable, user_of};
 use super::verdict::FilterVerdict;
 use super::{RoutingRejection, RoutingRequest};
 use crate::backends::{Doubt, Glance};
+use crate::isolation::CacheIsolation;
 use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
 
@@ -148,6 +149,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         }
         self.keep_loaded();
         self.keep_labelled()?;
+        self.keep_isolating()?;
         self.keep_large_enough()?;
         self.keep_resident();
         Ok(())
@@ -273,6 +275,27 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.retain(FilterVerdict::OtherLabels, |_, backend| wanted.has(backend));
         if self.scratch.candidates.is_empty() {
             return Err(RoutingRejection::NoneSelected);
+        }
+        Ok(())
+    }
+
+    /// Where the user's cached blocks must be kept apart, engines that do not know how are out.
+    fn keep_isolating(&mut self) -> Result<(), RoutingRejection> {
+        let isolation = self.ask.identity.isolation;
+        if !isolation.is_salted() {
+            return Ok(());
+        }
+        let backends = &self.decider.backends;
+        let registry = &self.fleet.registry;
+        let knows = |at: &usize| backends.knows_salts(&registry.backends[*at]);
+        if isolation == CacheIsolation::Preferred && !self.scratch.places.iter().any(knows) {
+            return Ok(());
+        }
+        self.retain(FilterVerdict::Unsalted, |_, backend| {
+            backends.knows_salts(backend)
+        });
+        if self.scratch.candidates.is_empty() {
+            return Err(RoutingRejection::NoneIsolating);
         }
         Ok(())
     }

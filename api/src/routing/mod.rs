@@ -193,6 +193,8 @@ pub enum RoutingRejection {
     AllTried,
     /// Some are healthy, none of them has the labels asked for: 503.
     NoneSelected,
+    /// Some are, none of them keeps this user's cached blocks apart: 503.
+    NoneIsolating,
     /// None of them has a cache that holds the prompt: 400.
     TooLarge,
     /// Some could, each has as many requests as it may: wait, or 503.
@@ -206,6 +208,7 @@ impl RoutingRejection {
             Self::NoneHealthy => "none-healthy",
             Self::AllTried => "all-tried",
             Self::NoneSelected => "none-selected",
+            Self::NoneIsolating => "none-isolating",
             Self::TooLarge => "too-large",
             Self::AtLimit => "at-limit",
         }

@@ -22,6 +22,8 @@ pub enum FilterVerdict {
     NotLoaded,
     /// It lacks a label that is asked for.
     OtherLabels,
+    /// Its engine would not keep the user's cached blocks apart.
+    Unsalted,
     /// Its cache cannot hold the prompt.
     TooSmall,
     /// Other candidates have the adapter in memory, or room for it, and a short queue.
@@ -32,7 +34,7 @@ pub enum FilterVerdict {
 
 impl FilterVerdict {
     /// All that take a backend out.
-    pub(super) const FILTERS: [(Self, &'static str); 10] = [
+    pub(super) const FILTERS: [(Self, &'static str); 11] = [
         (Self::OtherModel, "other-model"),
         (Self::Tried, "tried"),
         (Self::Unhealthy, "unhealthy"),
@@ -40,6 +42,7 @@ impl FilterVerdict {
         (Self::CircuitOpen, "circuit-open"),
         (Self::NotLoaded, "not-loaded"),
         (Self::OtherLabels, "other-labels"),
+        (Self::Unsalted, "unsalted"),
         (Self::TooSmall, "too-small"),
         (Self::NotResident, "not-resident"),
         (Self::AtLimit, "at-limit"),

@@ -28,3 +28,4 @@ mod predictions;
 mod retries;
 mod stalls;
 mod stored;
+mod tenants;

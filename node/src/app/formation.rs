@@ -174,6 +174,7 @@ pub(super) fn proxy_settings(config: &Config) -> ProxySettings {
     settings.priority_max = config.priority_max;
     settings.usage_splice = config.usage.splice;
     settings.extra_paths.clone_from(&config.extra_paths);
+    settings.when_unsalted = config.users.when_unsalted;
     settings.fields = config.fields.clone();
     settings.strip_headers = config.strip_headers.clone();
     settings.decisions_max = to_usize(config.admin.decisions);

@@ -26,7 +26,7 @@ pub(super) enum UserCommand {
         #[command(flatten)]
         read: ReadArgs,
     },
-    /// Set a user's weight, limits, budget and models; what is not given stays
+    /// Set a user's weight, limits, budget, models and cache; what is not given stays
     Set(SetUserArgs),
     /// Delete a user who has no requests
     Delete {
@@ -85,8 +85,14 @@ pub(super) struct SetUserArgs {
     /// Let the user use all models
     #[arg(long, conflicts_with = "models")]
     all_models: bool,
+    /// Whether the user shares cached blocks with others; `default`: as all without a setting
+    #[arg(long, value_parser = ["default", "shared", "isolated"])]
+    cache: Option<String>,
+    /// Keep the user's cached blocks apart, together with those of this group
+    #[arg(long, value_name = "GROUP")]
+    cache_group: Option<String>,
     /// Take all of it from this file, as `user show --json` prints it; `-` is stdin
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["weight", "bound", "no_limits", "budget", "no_budget", "models", "all_models"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["weight", "bound", "no_limits", "budget", "no_budget", "models", "all_models", "cache", "cache_group"])]
     file: Option<PathBuf>,
     #[command(flatten)]
     write: WriteArgs,
@@ -232,8 +238,14 @@ impl SetUserArgs {
         if !self.models.is_empty() || self.all_models {
             body["models"] = json!(self.models);
         }
+        if let Some(cache) = &self.cache {
+            body["cache"] = json!(cache);
+        }
+        if let Some(group) = &self.cache_group {
+            body["cache_group"] = json!(group);
+        }
         if body == json!({}) {
-            bail!("nothing to set: give a weight, a limit, a budget, models or a file");
+            bail!("nothing to set: give a weight, a limit, a budget, models, a cache or a file");
         }
         Ok(body)
     }

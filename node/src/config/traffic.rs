@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use api::api_keys::WhenStale;
+use api::isolation::WhenUnsalted;
 use api::proxy::{
     Charges, Expose, IpPrefix, LoggedRequests, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS,
     UsageRequest,
@@ -100,6 +101,9 @@ pub struct UsersConfig {
     /// restart it is stale until the cluster was heard.
     #[default(ms(10_000))]
     pub stale_after: Parsed<SpanOrZero>,
+    /// What becomes of requests of isolated users (docs/guide/security.md) that no engine can keep
+    /// apart from others': `refuse` or `serve` by an engine whose cache all share.
+    pub when_unsalted: WhenUnsalted,
     /// When an answer's end reaches its client: `asynchronous`, at once (a replica that dies loses
     /// the charges of its last `cluster.flush_interval`), or `durable`, when its charge is committed
     /// (docs/guide/admission.md).

@@ -2,6 +2,7 @@
 //! state.
 
 mod backups;
+mod caches;
 mod gate;
 mod keys;
 mod origins;

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::hash::RandomState;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use xxhash_rust::xxh3::xxh3_128_with_seed;
+use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128_with_seed};
 
 /// What an entry costs beside its tokens, in bytes.
 const ENTRY_BYTES: usize = 64;
@@ -44,9 +44,14 @@ impl TokenCache {
         }
     }
 
-    /// The name of `text`.
-    pub(super) fn key(&self, text: &[u8]) -> TextKey {
-        TextKey(xxh3_128_with_seed(text, self.seed))
+    /// The name of `text` among those of one `salt`: how long tokenizing takes tells nobody what was
+    /// tokenized under another one.
+    pub(super) fn key(&self, text: &[u8], salt: &str) -> TextKey {
+        let seed = match salt {
+            "" => self.seed,
+            salt => xxh3_64_with_seed(salt.as_bytes(), self.seed),
+        };
+        TextKey(xxh3_128_with_seed(text, seed))
     }
 
     /// The tokens kept under `key`.
@@ -103,22 +108,33 @@ mod tests {
     fn what_is_used_stays_and_the_bound_holds() {
         let cache = TokenCache::new(10_000);
         let tokens: Arc<[u32]> = vec![7; 34].into();
-        let used = cache.key(b"used");
+        let used = cache.key(b"used", "");
         cache.insert(used, &tokens);
         for number in 0..1000_u32 {
-            cache.insert(cache.key(&number.to_le_bytes()), &tokens);
+            cache.insert(cache.key(&number.to_le_bytes(), ""), &tokens);
             assert_eq!(cache.get(used), Some(Arc::clone(&tokens)));
             assert!(cache.bytes() <= 10_000);
         }
-        assert_eq!(cache.get(cache.key(&0_u32.to_le_bytes())), None);
-        assert!(cache.get(cache.key(&999_u32.to_le_bytes())).is_some());
+        assert_eq!(cache.get(cache.key(&0_u32.to_le_bytes(), "")), None);
+        assert!(cache.get(cache.key(&999_u32.to_le_bytes(), "")).is_some());
     }
 
     #[test]
     fn what_would_fill_it_alone_is_not_kept() {
         let cache = TokenCache::new(1000);
-        let key = cache.key(b"long");
+        let key = cache.key(b"long", "");
         cache.insert(key, &vec![1; 1000].into());
         assert_eq!((cache.get(key), cache.bytes()), (None, 0));
+    }
+
+    #[test]
+    fn what_one_salt_met_is_new_to_another() {
+        let cache = TokenCache::new(10_000);
+        let tokens: Arc<[u32]> = vec![1].into();
+        cache.insert(cache.key(b"text", "a"), &tokens);
+        for salt in ["", "b"] {
+            assert_eq!(cache.get(cache.key(b"text", salt)), None, "{salt}");
+        }
+        assert_eq!(cache.get(cache.key(b"text", "a")), Some(tokens));
     }
 }

@@ -248,6 +248,8 @@ pub(crate) enum EncodeError {
 #[derive(Debug, Clone)]
 pub struct ReplyBoundary {
     tokenizer: Arc<Tokenizer>,
+    /// That of the prompt.
+    salt: String,
     /// Text that is tokenized together with the answer: what follows the last special token.
     opening: String,
     /// Its tokens in the prompt.
@@ -318,7 +320,7 @@ impl Tokenizer {
     #[must_use]
     pub fn encode_request(self: &Arc<Self>, path: &str, body: &[u8]) -> Option<Vec<u32>> {
         match self.content(path, body).ok()? {
-            TokenizerContent::Text(text) => Some(self.encode(&text, usize::MAX).ok()?.ids),
+            TokenizerContent::Text(text) => Some(self.encode(&text, "", usize::MAX).ok()?.ids),
             TokenizerContent::Ids(ids) => Some(ids),
             TokenizerContent::Nothing => None,
         }
@@ -327,8 +329,13 @@ impl Tokenizer {
     /// The token ids of a text without special tokens around it. As [`Tokenizer::encode_request`].
     #[must_use]
     pub fn encode_text(&self, text: &str) -> Option<Vec<u32>> {
+        self.encode_salted(text, "")
+    }
+
+    /// The same for prompts and answers of one salt.
+    fn encode_salted(&self, text: &str, salt: &str) -> Option<Vec<u32>> {
         let (mut ids, mut no_limit) = (Vec::new(), usize::MAX);
-        self.encode_part(text, &mut no_limit, &mut ids).ok()?;
+        self.encode_part(text, salt, &mut no_limit, &mut ids).ok()?;
         Some(ids)
     }
 
@@ -417,10 +424,11 @@ impl Tokenizer {
         })
     }
 
-    /// Tokenizes a text, of which `fresh_bytes_max` bytes at most may be new.
+    /// Tokenizes a text, of which `fresh_bytes_max` bytes at most may be new to those of this salt.
     pub(crate) fn encode(
         self: &Arc<Self>,
         text: &TokenizerText,
+        salt: &str,
         mut fresh_bytes_max: usize,
     ) -> Result<Encoded, EncodeError> {
         let bytes: usize = text.parts.iter().map(String::len).sum();
@@ -434,10 +442,10 @@ impl Tokenizer {
         let mut ids = around.0.to_vec();
         let mut last = 0..0;
         for part in &text.parts {
-            last = self.encode_part(part, &mut fresh_bytes_max, &mut ids)?;
+            last = self.encode_part(part, salt, &mut fresh_bytes_max, &mut ids)?;
         }
         let seam = if around.1.is_empty() {
-            self.seam(text, last, &ids)
+            self.seam(text, salt, last, &ids)
         } else {
             None
         };
@@ -453,11 +461,13 @@ impl Tokenizer {
     fn seam(
         self: &Arc<Self>,
         text: &TokenizerText,
+        salt: &str,
         tail: std::ops::Range<usize>,
         ids: &[u32],
     ) -> Option<ReplyBoundary> {
         let seam = |opening: &str, ids: &[u32], closing| ReplyBoundary {
             tokenizer: Arc::clone(self),
+            salt: salt.to_owned(),
             opening: opening.to_owned(),
             ids: ids.to_vec(),
             closing,
@@ -473,7 +483,8 @@ impl Tokenizer {
                     return None;
                 }
                 let (mut joined, mut no_limit) = (Vec::new(), usize::MAX);
-                self.encode_part(opening, &mut no_limit, &mut joined).ok()?;
+                self.encode_part(opening, salt, &mut no_limit, &mut joined)
+                    .ok()?;
                 ids.ends_with(&joined).then(|| seam(opening, &joined, ""))
             }
         }
@@ -483,6 +494,7 @@ impl Tokenizer {
     fn encode_part(
         &self,
         text: &str,
+        salt: &str,
         fresh_bytes_max: &mut usize,
         ids: &mut Vec<u32>,
     ) -> Result<std::ops::Range<usize>, EncodeError> {
@@ -499,7 +511,7 @@ impl Tokenizer {
                 }
                 TextPiece::Text(range) => {
                     let piece = &text[range.clone()];
-                    ids.extend_from_slice(&self.encode_piece(piece, fresh_bytes_max)?);
+                    ids.extend_from_slice(&self.encode_piece(piece, salt, fresh_bytes_max)?);
                     tail = range;
                 }
             }
@@ -510,9 +522,10 @@ impl Tokenizer {
     fn encode_piece(
         &self,
         piece: &str,
+        salt: &str,
         fresh_bytes_max: &mut usize,
     ) -> Result<Arc<[u32]>, EncodeError> {
-        let key = self.cache.key(piece.as_bytes());
+        let key = self.cache.key(piece.as_bytes(), salt);
         if let Some(tokens) = self.cache.get(key) {
             return Ok(tokens);
         }
@@ -574,7 +587,7 @@ impl ReplyBoundary {
         }
         let closing = if is_whole { self.closing } else { "" };
         let text = format!("{}{reply}{closing}", self.opening);
-        let mut ids = self.tokenizer.encode_text(&text)?;
+        let mut ids = self.tokenizer.encode_salted(&text, &self.salt)?;
         ids.starts_with(&self.ids)
             .then(|| ids.split_off(self.ids.len()))
     }

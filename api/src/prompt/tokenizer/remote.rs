@@ -125,16 +125,17 @@ pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> 
 }
 
 impl EngineTokenizer {
-    /// The answer to `question`: a kept one, else what `ask` gets. `None`: there is none in time.
+    /// The answer to `question`: one kept for this salt, else what `ask` gets. `None`: there is none in time.
     pub(crate) async fn tokens<F>(
         &self,
         question: &Bytes,
+        salt: &str,
         ask: impl FnOnce() -> F,
     ) -> Option<Arc<[u32]>>
     where
         F: Future<Output = TokenizeResult>,
     {
-        let key = self.answers.key(question);
+        let key = self.answers.key(question, salt);
         if let Some(tokens) = self.answers.get(key) {
             return Some(tokens);
         }
@@ -230,7 +231,7 @@ mod tests {
         let began = tokio::time::Instant::now();
         for nth in 0..20_u32 {
             let question = Bytes::from(nth.to_string());
-            assert_eq!(remote.tokens(&question, pending).await, None);
+            assert_eq!(remote.tokens(&question, "", pending).await, None);
         }
         assert_eq!(began.elapsed(), DEADLINE * FAILURES_MAX);
         assert!(remote.state().under_way.is_empty());
@@ -240,17 +241,17 @@ mod tests {
     async fn whoever_leaves_hands_the_question_on() {
         let remote = EngineTokenizer::default();
         let question = Bytes::from_static(b"q");
-        let leaver = tokio::time::timeout(DEADLINE / 2, remote.tokens(&question, pending));
+        let leaver = tokio::time::timeout(DEADLINE / 2, remote.tokens(&question, "", pending));
         let stayer = async {
             tokio::task::yield_now().await;
             remote
-                .tokens(&question, || async { TokenizeResult::Tokens(vec![1]) })
+                .tokens(&question, "", || async { TokenizeResult::Tokens(vec![1]) })
                 .await
         };
         let (left, stayed) = tokio::join!(leaver, stayer);
         assert!(left.is_err());
         assert_eq!(stayed.as_deref(), Some(&[1][..]));
-        let kept = remote.tokens(&question, pending).await;
+        let kept = remote.tokens(&question, "", pending).await;
         assert_eq!(kept.as_deref(), Some(&[1][..]));
     }
 
@@ -259,7 +260,7 @@ mod tests {
         let remote = EngineTokenizer::default();
         for nth in 0..10_u32 {
             let question = Bytes::from(nth.to_string());
-            let asked = remote.tokens(&question, pending);
+            let asked = remote.tokens(&question, "", pending);
             assert!(tokio::time::timeout(DEADLINE / 2, asked).await.is_err());
             assert!(remote.state().under_way.is_empty());
         }
@@ -271,12 +272,12 @@ mod tests {
         for nth in 0..10_u32 {
             let question = Bytes::from(nth.to_string());
             let tokens = remote
-                .tokens(&question, || async { TokenizeResult::Refused })
+                .tokens(&question, "", || async { TokenizeResult::Refused })
                 .await;
             assert_eq!(tokens, None);
         }
         let question = Bytes::from_static(b"q");
-        let good = remote.tokens(&question, || async { TokenizeResult::Tokens(vec![1]) });
+        let good = remote.tokens(&question, "", || async { TokenizeResult::Tokens(vec![1]) });
         assert_eq!(good.await.as_deref(), Some(&[1][..]));
     }
 

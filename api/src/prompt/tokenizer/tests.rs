@@ -180,7 +180,7 @@ fn seam(tokenizer: &Arc<Tokenizer>, path: &str, body: &Value) -> (Vec<u32>, Opti
     let TokenizerContent::Text(text) = content else {
         panic!("{content:?}")
     };
-    let encoded = tokenizer.encode(&text, usize::MAX).unwrap();
+    let encoded = tokenizer.encode(&text, "", usize::MAX).unwrap();
     (encoded.ids, encoded.seam)
 }
 
@@ -253,12 +253,12 @@ fn what_is_new_counts_and_what_is_known_does_not() {
         after: ReplyPosition::Unknown,
     };
     let long = text(&"words and ".repeat(100));
-    let too_much = tokenizer.encode(&long, 512).unwrap_err();
+    let too_much = tokenizer.encode(&long, "", 512).unwrap_err();
     assert_eq!(too_much, EncodeError::MoreThanAllowed);
-    let ids = tokenizer.encode(&long, 2000).unwrap().ids;
-    assert_eq!(tokenizer.encode(&long, 0).unwrap().ids, ids);
+    let ids = tokenizer.encode(&long, "", 2000).unwrap().ids;
+    assert_eq!(tokenizer.encode(&long, "", 0).unwrap().ids, ids);
     let endless = text(&"x".repeat(TOKENIZED_BYTES_MAX));
-    let never = tokenizer.encode(&endless, usize::MAX).unwrap_err();
+    let never = tokenizer.encode(&endless, "", usize::MAX).unwrap_err();
     assert_eq!(never, EncodeError::Never(Fallback::TooLong));
 }
 

@@ -10,6 +10,7 @@ mod tests;
 
 use std::sync::Arc;
 
+use api::isolation::CacheIsolation;
 use api::prompt::{BlockUnit, ChainTail, PromptIdentity, ReplyShape};
 use state::prefix::{BlockHasher, Scope, chain_bytes, matchable_blocks};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -125,6 +126,7 @@ impl SimPrompt {
                 tokens: sequence.prompt_tokens(),
                 matchable: u32::try_from(matchable).unwrap_or(u32::MAX),
                 unit: BlockUnit::Characters,
+                isolation: CacheIsolation::None,
                 tail: ChainTail {
                     bytes: text[chain.len() * block_bytes..].to_vec(),
                     block_bytes,

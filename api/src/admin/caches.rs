@@ -1,0 +1,123 @@
+//! With whom users share cached blocks: what holds for users without a setting of their own, and
+//! how a user's is written (ADR 0072).
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use state::caches::CacheScope;
+use state::command::Command;
+use state::ids::LogIndex;
+
+use super::AdminState;
+use super::answer::{QueryParams, ReadQuery, at_level, json, name_of, submit};
+use super::problem::invalid;
+use super::readback::{ReadBack, ReadBackJson};
+use crate::error::Problem;
+
+/// Whether cached blocks are shared, as operators write it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum CacheForm {
+    /// As for all users without a setting of their own.
+    Default,
+    /// With all who share.
+    Shared,
+    /// With nobody, or within a group.
+    Isolated,
+}
+
+/// A cache scope as answers show it.
+#[derive(Serialize)]
+pub(super) struct ShownScope {
+    cache: CacheForm,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache_group: Option<String>,
+}
+
+impl From<&CacheScope> for ShownScope {
+    fn from(scope: &CacheScope) -> Self {
+        let (cache, group) = match scope {
+            CacheScope::Shared => (CacheForm::Shared, None),
+            CacheScope::Own => (CacheForm::Isolated, None),
+            CacheScope::Group(name) => (CacheForm::Isolated, Some(name.clone())),
+        };
+        Self {
+            cache,
+            cache_group: group,
+        }
+    }
+}
+
+/// What `cache` and `cache_group` of a body say: nothing, or a scope, of which `None` is that of all
+/// users.
+pub(super) fn scope_of(
+    cache: Option<CacheForm>,
+    group: Option<&String>,
+) -> Result<Option<Option<CacheScope>>, Problem> {
+    match (cache, group) {
+        (None, None) => Ok(None),
+        (None | Some(CacheForm::Isolated), Some(group)) => {
+            name_of("cache_group", group)?;
+            Ok(Some(Some(CacheScope::Group(group.clone()))))
+        }
+        (Some(CacheForm::Isolated), None) => Ok(Some(Some(CacheScope::Own))),
+        (Some(CacheForm::Shared), None) => Ok(Some(Some(CacheScope::Shared))),
+        (Some(CacheForm::Default), None) => Ok(Some(None)),
+        (Some(CacheForm::Shared | CacheForm::Default), Some(group)) => {
+            let found = format!("{group:?}, expected none where cache is not \"isolated\"");
+            Err(invalid("cache_group", found))
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct CacheSettings {
+    index: LogIndex,
+    /// What holds for users without a setting of their own.
+    #[serde(flatten)]
+    scope: ShownScope,
+    /// Users that have one.
+    users: usize,
+    /// Backends whose engine does not keep users apart, as far as this replica knows.
+    unsalted_backends: Vec<String>,
+}
+
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
+) -> Result<Response, Problem> {
+    at_level(&admin, query.read).await?;
+    let index = admin.view.applied();
+    let (registry, caches) = (admin.view.registry(), admin.view.caches());
+    let backends = registry.backends.iter();
+    let unsalted = backends.filter(|backend| !admin.backends.knows_salts(backend));
+    Ok(json(&CacheSettings {
+        index,
+        scope: caches.default_scope().into(),
+        users: caches.len(),
+        unsalted_backends: unsalted.map(|backend| backend.spec.id.clone()).collect(),
+    }))
+}
+
+/// What holds for users without a setting of their own.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct PutCacheBody {
+    cache: Option<CacheForm>,
+    cache_group: Option<String>,
+}
+
+impl ReadBack for PutCacheBody {
+    const SHOWN: &'static [&'static str] = &["index", "users", "unsalted_backends"];
+}
+
+pub(super) async fn put(
+    State(admin): State<AdminState>,
+    ReadBackJson(body): ReadBackJson<PutCacheBody>,
+) -> Result<Response, Problem> {
+    let Some(scope) = scope_of(body.cache, body.cache_group.as_ref())? else {
+        let expected = "neither cache nor cache_group".to_owned();
+        return Err(invalid("body", expected));
+    };
+    submit(&admin, Command::SetCacheScope { user: None, scope }).await
+}

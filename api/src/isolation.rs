@@ -1,0 +1,195 @@
+//! Keeping users' cached blocks apart: the salt that a user's prompts are hashed under and that
+//! engines get (ADR 0072).
+//!
+//! A salt follows from the user's cache scope and the cluster's hash secret, so every replica has
+//! the same one, and no client can find that of another scope. A `cache_salt` that the client sends
+//! itself goes into it: it divides the scope further and opens no other.
+
+use base64::Engine as _;
+use base64::prelude::BASE64_URL_SAFE_NO_PAD;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use state::caches::CacheScope;
+use state::prefix::BlockHasher;
+
+/// What is hashed before everything else, so that salts are of no other use.
+const SALT_LABEL: &[u8] = b"quorate cache salt 1";
+/// Label of a backend by which an operator says whether its engine knows `cache_salt`: `true` or
+/// `false`. Without it that follows from what the engine is.
+pub const CACHE_SALT_LABEL: &str = "cache-salt";
+
+/// How far a request's prompt must be kept apart from other users' in an engine's cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CacheIsolation {
+    /// Not at all.
+    #[default]
+    None,
+    /// It cannot be, on this path: any engine may take it.
+    Unsalted,
+    /// By engines that know salts, as long as there are any.
+    Preferred,
+    /// By engines that know salts, and by no others.
+    Required,
+}
+
+impl CacheIsolation {
+    /// Whether the engine that takes the request is to get a salt, if it knows salts.
+    #[must_use]
+    pub fn is_salted(self) -> bool {
+        matches!(self, Self::Preferred | Self::Required)
+    }
+}
+
+/// What becomes of an isolated user's request that no engine can keep apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum WhenUnsalted {
+    /// It is refused.
+    #[default]
+    Refuse,
+    /// It is served by an engine whose cache all users share.
+    Serve,
+}
+
+/// What engines that know salts do with one on a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SaltedPath {
+    /// They take it.
+    Taken,
+    /// They cache nothing of the prompt, or compute nothing.
+    NeedsNone,
+    /// They ignore it, as far as is known.
+    Ignored,
+}
+
+impl SaltedPath {
+    pub(crate) fn of(path: &str) -> Self {
+        match path {
+            "/v1/chat/completions"
+            | "/v1/completions"
+            | "/v1/responses"
+            | "/v1/embeddings"
+            | "/v1/rerank"
+            | "/v1/reranking"
+            | "/v1/score"
+            | "/v1/classify"
+            | "/v1/pooling"
+            | "/classify"
+            | "/pooling"
+            | "/rerank"
+            | "/score"
+            | "/v2/rerank" => Self::Taken,
+            "/v1/chat/completions/render"
+            | "/v1/completions/render"
+            | "/v1/messages/count_tokens"
+            | "/v1/tokenize"
+            | "/v1/detokenize"
+            | "/tokenize"
+            | "/detokenize"
+            | "/v1/audio/transcriptions"
+            | "/v1/audio/translations" => Self::NeedsNone,
+            _ => Self::Ignored,
+        }
+    }
+
+    /// How far a request on this path is kept apart; `None`: it is refused.
+    pub(crate) fn isolation(self, when_unsalted: WhenUnsalted) -> Option<CacheIsolation> {
+        match (self, when_unsalted) {
+            (Self::NeedsNone, _) => Some(CacheIsolation::None),
+            (Self::Taken, WhenUnsalted::Refuse) => Some(CacheIsolation::Required),
+            (Self::Taken, WhenUnsalted::Serve) => Some(CacheIsolation::Preferred),
+            (Self::Ignored, WhenUnsalted::Refuse) => None,
+            (Self::Ignored, WhenUnsalted::Serve) => Some(CacheIsolation::Unsalted),
+        }
+    }
+}
+
+/// Returns the salt of requests of `user`, 256 bits in base64url; `None` for a user who shares.
+pub(crate) fn salt(
+    hashing: &BlockHasher,
+    scope: &CacheScope,
+    user: &str,
+    of_client: Option<&str>,
+) -> Option<String> {
+    let (kind, name) = match scope {
+        CacheScope::Shared => return None,
+        CacheScope::Own => (b"user", user),
+        CacheScope::Group(group) => (b"pool", group.as_str()),
+    };
+    let mut hash = Sha256::new()
+        .chain_update(SALT_LABEL)
+        .chain_update(hashing.seed.to_le_bytes());
+    if let Some(secret) = &hashing.secret {
+        hash.update(secret.key_bytes());
+    }
+    hash.update(kind);
+    // Each with its length, so that no two pairs have the same input.
+    for text in [name, of_client.unwrap_or_default()] {
+        hash.update((text.len() as u64).to_le_bytes());
+        hash.update(text.as_bytes());
+    }
+    Some(BASE64_URL_SAFE_NO_PAD.encode(hash.finalize()))
+}
+
+#[cfg(test)]
+mod tests {
+    use state::prefix::HashSecret;
+
+    use super::*;
+
+    fn hashing(seed: u64, secret: Option<u64>) -> BlockHasher {
+        let secret = secret.map(HashSecret::of_number);
+        BlockHasher { seed, secret }
+    }
+
+    fn group(name: &str) -> CacheScope {
+        CacheScope::Group(name.to_owned())
+    }
+
+    #[test]
+    fn a_salt_is_of_one_scope_one_cluster_and_one_salt_of_the_client() {
+        let salt = |hashing: &BlockHasher, scope: &CacheScope, user, of_client| {
+            let salt = salt(hashing, scope, user, of_client).unwrap();
+            assert!(salt.len() == 43 && salt.bytes().all(|it| it.is_ascii_graphic() && it != b'"'));
+            salt
+        };
+        let (here, own) = (hashing(1, Some(1)), CacheScope::Own);
+        let salts = [
+            salt(&here, &own, "ada", None),
+            salt(&here, &own, "bob", None),
+            salt(&here, &group("ada"), "ada", None),
+            salt(&here, &own, "ada", Some("x")),
+            salt(&here, &own, "adax", None),
+            salt(&here, &own, "ad", Some("a")),
+            salt(&hashing(2, Some(1)), &own, "ada", None),
+            salt(&hashing(1, Some(2)), &own, "ada", None),
+            salt(&hashing(1, None), &own, "ada", None),
+        ];
+        for (nth, one) in salts.iter().enumerate() {
+            assert!(salts[..nth].iter().all(|other| other != one), "{nth}");
+        }
+        let team = salt(&here, &group("team"), "ada", None);
+        assert_eq!(team, salt(&here, &group("team"), "bob", None));
+        assert_eq!(super::salt(&here, &CacheScope::Shared, "ada", None), None);
+    }
+
+    #[test]
+    fn salts_never_change() {
+        let salt = salt(&hashing(42, Some(7)), &group("team"), "ada", None);
+        expect_test::expect!["HmcAZvARsozzfnmDrbi-y1IQIfLLbWhmN_vJpSbVBa0"]
+            .assert_eq(&salt.unwrap());
+    }
+
+    #[test]
+    fn where_salts_are_ignored_requests_are_refused_or_counted() {
+        let all = |path| {
+            let path = SaltedPath::of(path);
+            [WhenUnsalted::Refuse, WhenUnsalted::Serve].map(|when| path.isolation(when))
+        };
+        let (required, preferred) = (CacheIsolation::Required, CacheIsolation::Preferred);
+        assert_eq!(all("/v1/completions"), [Some(required), Some(preferred)]);
+        assert_eq!(all("/v1/messages"), [None, Some(CacheIsolation::Unsalted)]);
+        assert_eq!(all("/tokenize"), [Some(CacheIsolation::None); 2]);
+    }
+}

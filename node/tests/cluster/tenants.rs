@@ -1,0 +1,134 @@
+//! Users whose cached blocks are kept apart, over emulated engines: what one has asked tells the
+//! others nothing, by no header, count or choice (I111).
+
+use super::*;
+
+/// Prompts that one user has asked, and as many that nobody has.
+const PROMPTS: usize = 24;
+
+/// What a probe tells whoever sends it, beside times.
+#[derive(Debug, Clone, PartialEq)]
+struct Seen {
+    backend: String,
+    matched: u32,
+    cached_tokens: u64,
+}
+
+/// Prompts differ from their first block on.
+fn prompt(number: usize) -> String {
+    format!("Case {number} of the harbour court. {SYSTEM}")
+}
+
+async fn ask(http: &Http, at: &Addresses, user: &str, number: usize) -> Seen {
+    let body = json!({
+        "model": "emulated", "prompt": prompt(number), "max_tokens": 1, "user": user,
+    });
+    let url = format!("http://{}/v1/completions", at.data);
+    let (status, headers, answer) = http.send(Method::POST, &url, &body).await;
+    assert_eq!(status, StatusCode::OK, "{user}: {answer}");
+    let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+    Seen {
+        backend: headers["x-quorate-backend"].to_str().unwrap().to_owned(),
+        matched: matched(&headers),
+        cached_tokens: cached.as_u64().unwrap(),
+    }
+}
+
+/// Writes what holds for the users' cached blocks, once all members are known to read it, and waits
+/// until all replicas know it and their engines.
+async fn set_scopes(http: &Http, at: &[Addresses], scopes: &[(&str, Value)]) {
+    for (user, scope) in scopes {
+        let url = format!("http://{}/admin/v1/users/body:{user}", at[0].admin);
+        let is_set = async || http.send(Method::PUT, &url, scope).await.0 == StatusCode::OK;
+        until("a cache scope is set", is_set).await;
+    }
+    http.agree(at).await;
+    for at in at {
+        let url = format!("http://{}/admin/v1/cache", at.admin);
+        let is_known = async || http.get(&url).await.1["unsalted_backends"] == json!([]);
+        until("the engines are known to keep users apart", is_known).await;
+    }
+}
+
+fn isolated() -> Value {
+    json!({ "cache": "isolated" })
+}
+
+fn team() -> Value {
+    json!({ "cache": "isolated", "cache_group": "team" })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn at_one_engine_a_probe_finds_what_its_own_group_asked_and_nothing_else() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let scopes = [("ada", team()), ("bo", team()), ("mallory", isolated())];
+    set_scopes(&http, &at, &scopes).await;
+
+    for number in 0..4 {
+        let first = ask(&http, &at[number % 3], "ada", number).await;
+        assert_eq!((first.matched, first.cached_tokens), (0, 0), "{first:?}");
+    }
+    http.quiet(&at[0]).await;
+    http.agree(&at).await;
+    // Each on a replica that did not see ada's.
+    for number in 0..4 {
+        let held = ask(&http, &at[(number + 1) % 3], "mallory", number).await;
+        let unheld = ask(&http, &at[(number + 1) % 3], "mallory", 100 + number).await;
+        assert_eq!(held, unheld);
+        assert_eq!((held.matched, held.cached_tokens), (0, 0), "{held:?}");
+        let shared = ask(&http, &at[(number + 1) % 3], "eve", number).await;
+        assert_eq!((shared.matched, shared.cached_tokens), (0, 0), "{shared:?}");
+        // The group's own is found, by the router as by the engine.
+        let group = ask(&http, &at[(number + 2) % 3], "bo", number).await;
+        assert!(group.matched >= 2 && group.cached_tokens > 0, "{group:?}");
+    }
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_a_probe_goes_tells_nothing_of_where_prompts_of_others_are() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(4).await;
+    let replicas = cluster(1, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let scopes = [("ada", isolated()), ("mallory", isolated())];
+    set_scopes(&http, &at, &scopes).await;
+
+    let (mut adas, mut eves) = (Vec::new(), Vec::new());
+    for number in 0..PROMPTS {
+        adas.push(ask(&http, &at[0], "ada", number).await.backend);
+        eves.push(ask(&http, &at[0], "eve", 1000 + number).await.backend);
+    }
+    http.quiet(&at[0]).await;
+    let (mut held, mut unheld, mut shared) = (0, 0, 0);
+    for number in 0..PROMPTS {
+        let probe = ask(&http, &at[0], "mallory", number).await;
+        held += usize::from(probe.backend == adas[number]);
+        let other = ask(&http, &at[0], "mallory", 500 + number).await;
+        unheld += usize::from(other.backend == adas[number]);
+        let none = (0, 0);
+        assert_eq!((probe.matched, probe.cached_tokens), none, "{probe:?}");
+        assert_eq!((other.matched, other.cached_tokens), none, "{other:?}");
+        // Whoever shares is led to where the prompt is: the probe would tell.
+        let sam = ask(&http, &at[0], "sam", 1000 + number).await;
+        shared += usize::from(sam.backend == eves[number] && sam.cached_tokens > 0);
+    }
+    assert_eq!(shared, PROMPTS, "all who share find each other's");
+    // A quarter each, by chance.
+    let near = |hits: usize| hits <= PROMPTS * 3 / 4;
+    assert!(
+        near(held) && near(unheld),
+        "{held} and {unheld} of {PROMPTS}"
+    );
+    assert!(held.abs_diff(unheld) <= PROMPTS / 2, "{held} and {unheld}");
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
