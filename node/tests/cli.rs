@@ -10,6 +10,8 @@ mod crowd;
 mod demo;
 #[path = "cli/forming.rs"]
 mod forming;
+#[path = "cli/guide.rs"]
+mod guide;
 #[path = "cli/operating.rs"]
 mod operating;
 #[path = "cli/process.rs"]

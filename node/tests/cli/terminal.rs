@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use super::process::{Engine, Replica, free, program, until};
 
 /// What a command writes to a terminal with so many columns.
-fn on_terminal(mut command: Command, columns: u16) -> String {
+pub(super) fn on_terminal(mut command: Command, columns: u16) -> String {
     let controller = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&controller).unwrap();
     unlockpt(&controller).unwrap();
