@@ -8,9 +8,12 @@ use super::*;
 /// Not the default of router and emulated engine.
 const BLOCK_TOKENS: u32 = 64;
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_engine_with_another_block_size_is_exact_without_a_word_in_the_config() {
-    let dir = TempDir::new().unwrap();
+/// A replica and its engine, which publishes its blocks.
+pub(super) async fn exact_replica(
+    http: &Http,
+    block_size: u32,
+    dir: &TempDir,
+) -> (Replica, EngineHandle) {
     let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
     let mut options = EngineOptions {
         speed: 50.0,
@@ -22,8 +25,8 @@ async fn an_engine_with_another_block_size_is_exact_without_a_word_in_the_config
         }),
         ..EngineOptions::default()
     };
-    options.shape.block_size = BLOCK_TOKENS;
-    let engines = [EmulatedEngine::start(options).await.unwrap()];
+    options.shape.block_size = block_size;
+    let engine = EmulatedEngine::start(options).await.unwrap();
     let listen = ListenConfig {
         data: Parsed(any),
         admin: Parsed(any),
@@ -32,6 +35,7 @@ async fn an_engine_with_another_block_size_is_exact_without_a_word_in_the_config
     };
     let sockets = BoundSockets::bind(&listen).unwrap();
     let peer = sockets.addresses().unwrap().peer.to_string();
+    let engines = [engine];
     let mut config = config(1, &[peer], &engines, dir.path());
     config.models = vec![ModelSettings {
         name: "*".to_owned(),
@@ -41,8 +45,16 @@ async fn an_engine_with_another_block_size_is_exact_without_a_word_in_the_config
     config.backends[0].kv_events = engines[0].kv_events();
     config.backends[0].kv_replay = engines[0].kv_replay();
     let replica = Replica::run(config, sockets);
-    let (http, at) = (Http::new(), replica.addresses);
-    http.ready(&[at]).await;
+    http.ready(&[replica.addresses]).await;
+    let [engine] = engines;
+    (replica, engine)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_with_another_block_size_is_exact_without_a_word_in_the_config() {
+    let (dir, http) = (TempDir::new().unwrap(), Http::new());
+    let (replica, _engine) = exact_replica(&http, BLOCK_TOKENS, &dir).await;
+    let at = replica.addresses;
 
     let explain = async || {
         let body = json!({ "model": "emulated", "prompt": SYSTEM });

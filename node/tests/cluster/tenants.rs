@@ -1,6 +1,7 @@
 //! Users whose cached blocks are kept apart, over emulated engines: what one has asked tells the
 //! others nothing, by no header, count or choice (I111).
 
+use super::blocks::exact_replica;
 use super::*;
 
 /// Prompts that one user has asked, and as many that nobody has.
@@ -131,4 +132,29 @@ async fn where_a_probe_goes_tells_nothing_of_where_prompts_of_others_are() {
     for replica in replicas {
         replica.leave().await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_engines_tell_their_blocks_predictions_are_exact_under_salts_too() {
+    const BLOCK_TOKENS: u32 = 16;
+    let (dir, http) = (TempDir::new().unwrap(), Http::new());
+    let (replica, _engine) = exact_replica(&http, BLOCK_TOKENS, &dir).await;
+    let at = [replica.addresses];
+    let scopes = [("ada", team()), ("bo", team()), ("mallory", isolated())];
+    set_scopes(&http, &at, &scopes).await;
+    let is_exact = async || {
+        let url = format!("http://{}/admin/v1/backends", at[0].admin);
+        let (_, answer) = http.get(&url).await;
+        answer["backends"][0]["ownership"]["mode"] == "exact"
+    };
+    let mut found = Vec::new();
+    for user in ["ada", "bo", "mallory", "eve", "mallory", "bo", "eve"] {
+        until("the engine's own blocks are exact", is_exact).await;
+        let seen = ask(&http, &at[0], user, 1).await;
+        let blocks = seen.cached_tokens / u64::from(BLOCK_TOKENS);
+        assert_eq!(u64::from(seen.matched), blocks, "{user}: {seen:?}");
+        found.push(seen.matched > 0);
+    }
+    assert_eq!(found, [false, true, false, false, true, true, true]);
+    replica.leave().await;
 }
