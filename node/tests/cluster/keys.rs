@@ -1,4 +1,5 @@
-//! API keys of the cluster: made on one replica, used on another, revoked on the third (I102).
+//! API keys of the cluster: made on one replica, used on another, revoked on the third (I102); and budgets
+//! of their users (I106).
 
 use super::*;
 
@@ -85,5 +86,44 @@ async fn a_key_works_and_ends_on_all_replicas_also_after_a_restart() {
                 assert!(!is_there, "{}", path.display());
             }
         }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_budget_that_is_used_up_on_one_replica_is_so_on_all() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+
+    let user = format!("http://{}/admin/v1/users/ada", at[1].admin);
+    let budget = json!({ "budget": { "day": 1 } });
+    // Refused until every member is known to read it.
+    let is_set = async || http.send(Method::PUT, &user, &budget).await.0 == StatusCode::OK;
+    until("ada has a budget", is_set).await;
+    let keys = format!("http://{}/admin/v1/keys", at[0].admin);
+    let (_, _, made) = http
+        .send(Method::POST, &keys, &json!({ "user": "ada" }))
+        .await;
+    let secret = made["secret"].as_str().unwrap();
+    http.agree(&at).await;
+
+    // The one that is let in costs more than there was.
+    assert_eq!(ask(&at[0], secret).await, (200, Value::Null));
+    let used_up = (429, json!("insufficient_quota"));
+    for replica in &at {
+        let is_refused = async || ask(replica, secret).await == used_up;
+        until("the budget is used up", is_refused).await;
+    }
+    let (_, shown) = http.get(&user).await;
+    assert_eq!(shown["budget_left"]["day"]["left"], 0, "{shown}");
+    let forgive = format!("{user}/forgive");
+    let (status, _, answer) = http.send(Method::POST, &forgive, &json!({})).await;
+    assert_eq!(status, StatusCode::OK, "{answer}");
+    http.agree(&at).await;
+    assert_eq!(ask(&at[2], secret).await, (200, Value::Null));
+    for replica in replicas {
+        replica.leave().await;
     }
 }
