@@ -1,5 +1,7 @@
-//! API keys of the cluster: made on one replica, used on another, revoked on the third (I102); and budgets
-//! of their users (I106).
+//! API keys of the cluster: made on one replica, used on another, revoked on the third (I102); lists
+//! of them that are old (I103), and budgets of their users (I106).
+
+use api::api_keys::WhenStale;
 
 use super::*;
 
@@ -124,6 +126,48 @@ async fn a_budget_that_is_used_up_on_one_replica_is_so_on_all() {
     http.agree(&at).await;
     assert_eq!(ask(&at[2], secret).await, (200, Value::Null));
     for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_is_cut_off_refuses_keys_until_it_hears_the_cluster() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let (mut config, addresses) = replicas.remove(0).leave().await;
+    config.users.when_stale = WhenStale::Refuse;
+    config.users.stale_after = Parsed(Duration::ZERO);
+    let strict = Replica::again((config, addresses));
+    http.ready(&at).await;
+
+    let keys = format!("http://{}/admin/v1/keys", at[0].admin);
+    let made = tokio::sync::Mutex::new(Value::Null);
+    let is_made = async || {
+        let (status, _, answer) = http
+            .send(Method::POST, &keys, &json!({ "user": "ada" }))
+            .await;
+        *made.lock().await = answer;
+        status == StatusCode::OK
+    };
+    until("a key is made", is_made).await;
+    let made = made.into_inner();
+    let secret = made["secret"].as_str().unwrap();
+    let is_served = async || ask(&at[0], secret).await == (200, Value::Null);
+    until("it is served", is_served).await;
+
+    let mut left = Vec::new();
+    for replica in replicas {
+        left.push(replica.leave().await);
+    }
+    let refused = (503, json!("api_keys_stale"));
+    let is_refused = async || ask(&at[0], secret).await == refused;
+    until("it is refused by who is cut off", is_refused).await;
+    let back: Vec<_> = left.into_iter().map(Replica::again).collect();
+    until("it is served again", is_served).await;
+    for replica in back.into_iter().chain([strict]) {
         replica.leave().await;
     }
 }
