@@ -5,6 +5,7 @@
 //! is told apart ([`ModelCache::is_followed`]) rather than guessed: caches whose contents come from
 //! KV events, which are compared with the engines themselves, and those whose capacity is learnt.
 
+pub mod budgets;
 pub mod cache;
 pub mod registry;
 pub mod sessions;
@@ -100,6 +101,7 @@ impl ReferenceModel {
             Dedup::Fresh => {}
         }
         self.time.pass(envelope.proposed_at_ms);
+        self.users.stamp_ms = envelope.proposed_at_ms;
         self.sessions.took(&envelope.origin, index);
         CommandEffect::Done(self.run(envelope))
     }
@@ -152,8 +154,8 @@ impl ReferenceModel {
             | Command::BeginRestore { .. }
             | Command::BeginRestoreOfKeys { .. }
             | Command::RestorePart { .. }
-            | Command::AbortRestore { .. }
-            | Command::ForgiveUser { .. } => {}
+            | Command::AbortRestore { .. } => {}
+            Command::ForgiveUser { name } => self.users.forgive(name),
             Command::CreateKey(_)
             | Command::RevokeKey { .. }
             | Command::EndKey { .. }
@@ -174,6 +176,9 @@ impl ReferenceModel {
         }
         if makes_known(changes) {
             self.users.know(self.users.key(&changes.name));
+        }
+        if let Some(budget) = &changes.budget {
+            self.users.budget(&changes.name, budget);
         }
     }
 
