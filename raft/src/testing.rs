@@ -75,6 +75,11 @@ pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Repli
         snapshot_every_bytes: 1 << 20,
         storage: Storage::Memory(disk.clone()),
     };
-    let replica = Replica::start(options, Arc::new(tcp), Journal::default(), Arc::new(Deaf));
+    let replica = Replica::start(
+        options,
+        Arc::new(tcp),
+        Box::<Journal>::default(),
+        Arc::new(Deaf),
+    );
     (replica.await.unwrap(), disk)
 }

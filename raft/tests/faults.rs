@@ -243,7 +243,7 @@ async fn a_second_process_on_the_same_store_is_refused_and_harms_nothing() {
     let second = raft::Replica::start(
         seat.options.clone(),
         Arc::new(raft::Tcp::new(listener).unwrap()),
-        common::Journal::default(),
+        Box::<common::Journal>::default(),
         seat.mailbox.clone(),
     )
     .await;

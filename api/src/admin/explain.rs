@@ -8,6 +8,8 @@ use std::net::IpAddr;
 use axum::extract::State;
 use axum::response::Response;
 use bytes::Bytes;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -118,16 +120,19 @@ pub(super) async fn explain(
 ///
 /// # Errors
 /// As the admin API.
-pub async fn explain_offline(
-    requests: &RequestReader,
-    router: &Router,
-    body: &[u8],
-) -> Result<serde_json::Value, Problem> {
-    let asked = WouldBe::of(decode(body)?)?;
-    let answer = asked
-        .explained(requests, router.decider(), router.outbox())
-        .await?;
-    Ok(serde_json::to_value(answer).expect("answers have string keys only"))
+pub fn explain_offline<'a>(
+    requests: &'a RequestReader,
+    router: &'a Router,
+    body: &'a [u8],
+) -> BoxFuture<'a, Result<serde_json::Value, Problem>> {
+    let explained = async move {
+        let asked = WouldBe::of(decode(body)?)?;
+        let answer = asked
+            .explained(requests, router.decider(), router.outbox())
+            .await?;
+        Ok(serde_json::to_value(answer).expect("answers have string keys only"))
+    };
+    explained.boxed()
 }
 
 /// A request to be explained.

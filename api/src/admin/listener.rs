@@ -10,6 +10,8 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::Router;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use http::{Request, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -60,7 +62,17 @@ static NO_TLS: LazyLock<ClearRefusal> = LazyLock::new(|| {
 
 /// Serves the admin API until `stop`, then until all requests in progress are answered. With
 /// certificates it speaks TLS only; each connection takes those that are current when it begins.
-pub async fn serve(
+#[must_use]
+pub fn serve(
+    listener: TcpListener,
+    admin: Arc<Admin>,
+    tls: Option<Arc<Certificates<ListenerFiles>>>,
+    stop: CancellationToken,
+) -> BoxFuture<'static, ()> {
+    serve_until(listener, admin, tls, stop).boxed()
+}
+
+async fn serve_until(
     listener: TcpListener,
     admin: Arc<Admin>,
     tls: Option<Arc<Certificates<ListenerFiles>>>,

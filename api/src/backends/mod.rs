@@ -37,6 +37,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use state::command::{BACKENDS_MAX, EngineFacts};
 use state::ids::{BackendRef, Slot, UserKey};
 use state::{Backend, StateView};
@@ -217,8 +219,14 @@ impl Backends {
 
     /// Probes every backend in `view`'s registry until `stop`. Probes of a removed backend end and
     /// close their connections within [`ProbeSettings::registry_interval`].
-    pub async fn run(self: Arc<Self>, view: Arc<StateView>, hooks: Hooks, stop: CancellationToken) {
-        probe::supervise(&self, &view, &hooks, &stop).await;
+    #[must_use]
+    pub fn run(
+        self: Arc<Self>,
+        view: Arc<StateView>,
+        hooks: Hooks,
+        stop: CancellationToken,
+    ) -> BoxFuture<'static, ()> {
+        async move { probe::supervise(&self, &view, &hooks, &stop).await }.boxed()
     }
 
     /// Returns the health of the backend in `slot`; `None` if the slot is empty. Never waits.

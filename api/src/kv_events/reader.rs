@@ -14,6 +14,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use state::command::Item;
 use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvRankStatus, KvReason, KvRefusal};
 use state::ids::{BackendRef, Slot};
@@ -73,7 +75,12 @@ impl Drop for ReaderTask {
 }
 
 /// Runs a reader for each backend assigned to this replica until `stop`.
-pub async fn run(parts: ReaderParts, stop: CancellationToken) {
+#[must_use]
+pub fn run(parts: ReaderParts, stop: CancellationToken) -> BoxFuture<'static, ()> {
+    supervise(parts, stop).boxed()
+}
+
+async fn supervise(parts: ReaderParts, stop: CancellationToken) {
     let mut readings: BTreeMap<Slot, ReaderTask> = BTreeMap::new();
     let mut seen: Option<Arc<Registry>> = None;
     let mut ticks = tokio::time::interval(LOOK_INTERVAL);

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use futures_util::FutureExt;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use http::header::CONNECTION;
 use http::{HeaderValue, Request, Response, Version};
 use hyper::body::Incoming;
@@ -105,15 +106,29 @@ impl Server {
     /// Serves until `drain` is cancelled. Then stops accepting, lets every connection finish what
     /// it has begun (`connection: close` and GOAWAY tell clients to go elsewhere), and cuts what is
     /// left after `deadline`.
-    pub async fn run(self, drain: CancellationToken, deadline: Duration) -> DrainResult {
-        self.run_until(drain, move || deadline).await
+    #[must_use]
+    pub fn run(
+        self,
+        drain: CancellationToken,
+        deadline: Duration,
+    ) -> BoxFuture<'static, DrainResult> {
+        self.run_until(drain, Box::new(move || deadline))
     }
 
     /// The same with a deadline that is asked for when the drain begins.
-    pub async fn run_until(
+    #[must_use]
+    pub fn run_until(
         self,
         drain: CancellationToken,
-        deadline: impl Fn() -> Duration,
+        deadline: Box<dyn Fn() -> Duration + Send + Sync>,
+    ) -> BoxFuture<'static, DrainResult> {
+        self.serve(drain, deadline).boxed()
+    }
+
+    async fn serve(
+        self,
+        drain: CancellationToken,
+        deadline: Box<dyn Fn() -> Duration + Send + Sync>,
     ) -> DrainResult {
         let Self {
             listener,

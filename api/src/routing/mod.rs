@@ -49,6 +49,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use http::HeaderMap;
 use state::StateView;
 use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
@@ -408,7 +410,16 @@ impl Router {
 
     /// Carries the outbox to the log until `stop`; then goes on until it is empty or `drain_max`
     /// has passed. Returns what is left. One call per router.
-    pub async fn run_outbox(
+    pub fn run_outbox(
+        &self,
+        propose: Arc<dyn Propose>,
+        stop: CancellationToken,
+        drain_max: Duration,
+    ) -> BoxFuture<'_, OutboxStatus> {
+        self.carry_outbox(propose, stop, drain_max).boxed()
+    }
+
+    async fn carry_outbox(
         &self,
         propose: Arc<dyn Propose>,
         stop: CancellationToken,

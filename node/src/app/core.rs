@@ -207,7 +207,7 @@ impl ReplicaCore {
         let first = formation::first_command(&config, session, hashing, &clock);
         let options = formation::raft_options(&config, transport.local_addr(), storage, &first);
         let machine = RouterMachine::new(Arc::clone(&parts.shared), witness);
-        let replica = Replica::start(options, transport, machine, parts.inbox()).await;
+        let replica = Replica::start(options, transport, Box::new(machine), parts.inbox()).await;
         let replica = replica.map_err(explain_start)?;
         let port = Arc::new(LogPort::new(
             config.id,

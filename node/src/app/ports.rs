@@ -463,7 +463,7 @@ mod tests {
         let shared = Arc::new(SharedState::default());
         let machine = RouterMachine::new(Arc::clone(&shared), None);
         let transport = Arc::new(raft::Tcp::new(listener).unwrap());
-        let replica = Replica::start(options, transport, machine, Arc::new(Deaf));
+        let replica = Replica::start(options, transport, Box::new(machine), Arc::new(Deaf));
         let replica = replica.await.unwrap();
         let view = shared.state().view();
         let mut status = replica.watch();

@@ -352,7 +352,7 @@ async fn serve_clients(
         () = warm => {}
     }
     let deadline = move || *drain.load().deadline;
-    server.run_until(no_more, deadline).await
+    server.run_until(no_more, Box::new(deadline)).await
 }
 
 impl RunningReplica {

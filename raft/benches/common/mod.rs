@@ -78,7 +78,7 @@ impl Seat {
 
 async fn start(options: ReplicaOptions, listener: TcpListener) -> Replica {
     let transport = Arc::new(Tcp::new(listener).expect("it is bound"));
-    let started = Replica::start(options, transport, Nothing, Arc::new(Nothing)).await;
+    let started = Replica::start(options, transport, Box::new(Nothing), Arc::new(Nothing)).await;
     started.expect("the replica starts")
 }
 

@@ -12,6 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use openraft::Instant as _;
 use openraft::async_runtime::WatchReceiver;
 use openraft::errors::{ChangeMembershipError, ClientWriteError, RaftError};
@@ -145,7 +147,14 @@ impl ReplicaInner {
     }
 
     /// Makes a change through the leader.
-    pub(super) async fn change(&self, change: Change) -> Result<proto::Changed, ChangeError> {
+    pub(super) fn change(
+        &self,
+        change: Change,
+    ) -> BoxFuture<'_, Result<proto::Changed, ChangeError>> {
+        self.ask_for(change).boxed()
+    }
+
+    async fn ask_for(&self, change: Change) -> Result<proto::Changed, ChangeError> {
         let end = Instant::now() + CHANGE_TIMEOUT;
         loop {
             if let Some(why) = self.why_stopped() {

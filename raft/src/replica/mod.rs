@@ -21,6 +21,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use openraft::async_runtime::WatchReceiver;
 use openraft::{Config as RaftConfig, SnapshotPolicy};
 use tokio::sync::{Mutex, Semaphore};
@@ -107,10 +109,19 @@ impl Replica {
     ///
     /// # Errors
     /// When the store cannot be opened or is damaged; names the file and the offset.
-    pub async fn start(
+    pub fn start(
+        options: ReplicaOptions,
+        transport: Arc<dyn Transport>,
+        machine: Box<dyn StateMachine>,
+        handler: Arc<dyn PeerHandler>,
+    ) -> BoxFuture<'static, Result<Self, StartError>> {
+        Self::start_here(options, transport, machine, handler).boxed()
+    }
+
+    async fn start_here(
         mut options: ReplicaOptions,
         transport: Arc<dyn Transport>,
-        machine: impl StateMachine,
+        machine: Box<dyn StateMachine>,
         handler: Arc<dyn PeerHandler>,
     ) -> Result<Self, StartError> {
         let config = prepare(&mut options)?;
@@ -119,7 +130,6 @@ impl Replica {
         let check = machine.check();
         let opened = {
             let (options, fault, stop) = (options.clone(), fault.clone(), cancel.clone());
-            let machine = Box::new(machine);
             blocking
                 .run(move || open(&options, machine, fault, stop))
                 .await
@@ -236,11 +246,14 @@ impl Replica {
     }
 
     /// Stops: transfers leadership if it has it, finishes what is being written, closes the store.
-    pub async fn shutdown(&self) {
-        if !self.inner.is_stopping.swap(true, Ordering::AcqRel) {
-            self.inner.hand_over().await;
-        }
-        self.inner.stop().await;
+    pub fn shutdown(&self) -> BoxFuture<'_, ()> {
+        let stop = async {
+            if !self.inner.is_stopping.swap(true, Ordering::AcqRel) {
+                self.inner.hand_over().await;
+            }
+            self.inner.stop().await;
+        };
+        stop.boxed()
     }
 
     /// Stops like a crash of the process, without transferring leadership. What was acknowledged is

@@ -3,6 +3,8 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use openraft::ReadPolicy;
 use openraft::errors::{ClientWriteError, RaftError};
 use tokio::time::{Instant, timeout_at};
@@ -34,12 +36,12 @@ impl Replica {
     ///
     /// # Errors
     /// See [`ProposeError`]: only `NoLeader`, `Refused` and `TooLarge` mean that it did not happen.
-    pub async fn propose(
+    pub fn propose(
         &self,
         command: Vec<u8>,
         limit: Duration,
-    ) -> Result<Committed, ProposeError> {
-        self.inner.propose(command.into(), limit).await
+    ) -> BoxFuture<'_, Result<Committed, ProposeError>> {
+        self.inner.propose(command.into(), limit).boxed()
     }
 
     /// Waits until this replica has applied everything committed when the call began, as the leader
@@ -47,8 +49,8 @@ impl Replica {
     ///
     /// # Errors
     /// When no leader confirms within `limit`.
-    pub async fn read_barrier(&self, limit: Duration) -> Result<u64, ProposeError> {
-        self.inner.read_barrier(limit).await
+    pub fn read_barrier(&self, limit: Duration) -> BoxFuture<'_, Result<u64, ProposeError>> {
+        self.inner.read_barrier(limit).boxed()
     }
 }
 

@@ -129,7 +129,7 @@ impl Seat {
         let started = Replica::start(
             self.options.clone(),
             Arc::new(Tcp::new(listener).unwrap()),
-            self.journal.clone(),
+            Box::new(self.journal.clone()),
             self.mailbox.clone(),
         );
         self.replica = Some(started.await?);

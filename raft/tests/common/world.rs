@@ -215,7 +215,7 @@ pub async fn start(world: &World, id: u8, voters: u8, disk: &MemoryDisk) -> (Rep
         id,
     };
     let (journal, mailbox) = (Journal::default(), Arc::<Mailbox>::default());
-    let started = Replica::start(options, Arc::new(port), journal.clone(), mailbox).await;
+    let started = Replica::start(options, Arc::new(port), Box::new(journal.clone()), mailbox).await;
     let replica = started.unwrap();
     let (mut status, world) = (replica.watch(), world.clone());
     tokio::spawn(async move {

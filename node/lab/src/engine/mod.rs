@@ -32,6 +32,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
@@ -112,7 +114,11 @@ impl EmulatedEngine {
     ///
     /// # Panics
     /// When a size of the shape is zero, or `speed` is not a positive number.
-    pub async fn start(options: EngineOptions) -> io::Result<EngineHandle> {
+    pub fn start(options: EngineOptions) -> BoxFuture<'static, io::Result<EngineHandle>> {
+        Self::start_here(options).boxed()
+    }
+
+    async fn start_here(options: EngineOptions) -> io::Result<EngineHandle> {
         assert!(
             options.speed.is_finite() && options.speed > 0.0,
             "engine speed {}",
