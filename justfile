@@ -41,7 +41,7 @@ faults COUNT="60":
 # The binary that is shipped, with the list of its dependencies in it
 release:
     cargo auditable --version >/dev/null || cargo install --locked cargo-auditable
-    cargo auditable build --locked --release
+    cargo auditable build --locked --profile dist
 
 # A binary with line numbers for perf and debuggers: target/profiling/quorate
 profiling:

@@ -5,7 +5,7 @@
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub(crate) mod proto {
-    tonic::include_proto!("quorate.peer.v1");
+    include!("../proto/peer.rs");
 }
 
 use std::collections::{BTreeMap, BTreeSet};

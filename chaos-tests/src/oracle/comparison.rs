@@ -294,6 +294,5 @@ fn image_of(user: &ModelUser) -> UserImage {
         total: user.total,
         in_flight: user.in_flight.values().sum(),
         waiting: user.waiting.values().sum(),
-        budget_used: user.budget_used(),
     }
 }

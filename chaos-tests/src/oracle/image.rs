@@ -2,13 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use state::budgets::BudgetPeriod;
 use state::exact::{KvMode, KvPosition};
 use state::ids::{AttemptId, BackendRef, BlockHash, ModelKey, ReplicaId, SessionId, UserKey};
 use state::users::UserUsage;
 use state::{Backend, RouterState};
 
-use super::model::budgets::BudgetTally;
 use super::register::{RegisterKey, RegisterText};
 
 /// What a state holds at one index. Digests are equal at equal index, so one replica's image stands
@@ -100,8 +98,6 @@ pub struct UserImage {
     pub in_flight: u64,
     /// Requests that wait.
     pub waiting: u64,
-    /// What is used of its budget.
-    pub budget_used: BudgetTally,
 }
 
 impl StateImage {
@@ -119,7 +115,6 @@ impl StateImage {
                 total: user.total,
                 in_flight: user.in_flight,
                 waiting: user.waiting,
-                budget_used: BudgetPeriod::ALL.map(|period| user.budget.tally(period)),
             };
             (user.key, image)
         });

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use miette::{GraphicalReportHandler, GraphicalTheme, LabeledSpan, MietteDiagnostic, NamedSource};
+use annotate_snippets::{AnnotationKind, Group, Level, Renderer, Snippet};
 
 /// Width beyond which text is hard to read.
 const COLUMNS_MAX: usize = 100;
@@ -59,26 +59,20 @@ impl ConfigErrors {
         Self { file, text, errors }
     }
 
-    /// Renders all errors for people, each with its line, for a screen of so many columns. `None`: for
-    /// a file or another program, each message on a line of its own, whatever its length.
+    /// Renders all errors for people, each with its line, cut to a screen of so many columns where it
+    /// is longer. `None`: for a file or another program.
     #[must_use]
     pub fn render(&self, is_coloured: bool, columns: Option<usize>) -> String {
-        let theme = if is_coloured {
-            GraphicalTheme::unicode()
+        let renderer = if is_coloured {
+            Renderer::styled()
         } else {
-            GraphicalTheme::unicode_nocolor()
+            Renderer::plain()
         };
-        let handler = GraphicalReportHandler::new_themed(theme)
-            .with_width(columns.map_or(COLUMNS_MAX, |columns| columns.min(COLUMNS_MAX)))
-            .with_wrap_lines(columns.is_some())
-            .with_links(false);
+        let renderer = renderer.term_width(columns.unwrap_or(COLUMNS_MAX).min(COLUMNS_MAX));
         let mut out = String::new();
         for error in &self.errors {
-            let report = self.report(error);
-            // Writing to a `String` does not fail; a handler that did would lose only this error.
-            if handler.render_report(&mut out, report.as_ref()).is_err() {
-                out.push_str(&error.message);
-            }
+            out.push_str(&renderer.render(&[self.report(error)]));
+            out.push_str("\n\n");
         }
         let count = self.errors.len();
         let noun = if count == 1 { "fault" } else { "faults" };
@@ -93,26 +87,25 @@ impl ConfigErrors {
         format!("{}:{line}:{column}", self.file)
     }
 
-    fn report(&self, error: &ConfigError) -> miette::Report {
-        let diagnostic = match &error.place {
-            Place::File(span) => MietteDiagnostic::new(error.message.clone()).with_label(
-                LabeledSpan::at(span.clone(), format!("expected {}", error.expected)),
-            ),
-            Place::Variable(name) => {
-                MietteDiagnostic::new(format!("environment variable {name}: {}", error.message))
-                    .with_help(format!("expected {}", error.expected))
+    fn report<'a>(&'a self, error: &'a ConfigError) -> Group<'a> {
+        let message = &error.message;
+        let expected = format!("expected {}", error.expected);
+        let title = match &error.place {
+            Place::File(span) => {
+                let label = AnnotationKind::Primary.span(span.clone()).label(expected);
+                let excerpt = Snippet::source(&self.text)
+                    .path(&self.file)
+                    .annotation(label);
+                return Level::ERROR.primary_title(message).element(excerpt);
             }
-            Place::Flag(flag) => MietteDiagnostic::new(format!("--set {flag}: {}", error.message))
-                .with_help(format!("expected {}", error.expected)),
-            Place::Backend(url) => {
-                MietteDiagnostic::new(format!("--backend {url}: {}", error.message))
-                    .with_help(format!("expected {}", error.expected))
-            }
-            Place::Nowhere => MietteDiagnostic::new(error.message.clone())
-                .with_help(format!("expected {}", error.expected)),
+            Place::Variable(name) => format!("environment variable {name}: {message}"),
+            Place::Flag(flag) => format!("--set {flag}: {message}"),
+            Place::Backend(url) => format!("--backend {url}: {message}"),
+            Place::Nowhere => message.clone(),
         };
-        let source = NamedSource::new(&self.file, self.text.clone()).with_language("toml");
-        miette::Report::new(diagnostic).with_source_code(source)
+        Level::ERROR
+            .primary_title(title)
+            .element(Level::HELP.message(expected))
     }
 }
 

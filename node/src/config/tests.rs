@@ -132,53 +132,42 @@ id = "gpu-1"
 url = "ftp://10.0.1.1:8000"
 "#,
         expect![[r#"
-              × node.id is 300
-               ╭─[n1.toml:2:6]
-             1 │ [node]
-             2 │ id = 300
-               ·      ─┬─
-               ·       ╰── expected an integer from 1 to 255, or "from-hostname"
-             3 │ data_dir = ""
-               ╰────
-              × node.data_dir is ""
-               ╭─[n1.toml:3:12]
-             2 │ id = 300
-             3 │ data_dir = ""
-               ·            ─┬
-               ·             ╰── expected non-empty text
-             4 │ 
-               ╰────
-              × listen.data is "localhost"
-               ╭─[n1.toml:6:8]
-             5 │ [listen]
-             6 │ data = "localhost"
-               ·        ─────┬─────
-               ·             ╰── expected an IP address with a port, such as "127.0.0.1:8080"
-             7 │ 
-               ╰────
-              × unknown key cluster.flush_intervall
-                ╭─[n1.toml:9:1]
-              8 │ [cluster]
-              9 │ flush_intervall = "20ms"
-                · ───────┬───────
-                ·        ╰── expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, replace_lost, secret_file, secret_optional, snapshot_every, snapshot_every_bytes
-             10 │ heartbeat = 50
-                ╰────
-              × cluster.heartbeat is 50
-                ╭─[n1.toml:10:13]
-              9 │ flush_intervall = "20ms"
-             10 │ heartbeat = 50
-                ·             ─┬
-                ·              ╰── expected a duration from 1ms to 1day, such as "20ms" or "1m 30s"
-             11 │ 
-                ╰────
-              × backends[0].url is "ftp://10.0.1.1:8000"
-                ╭─[n1.toml:14:7]
-             13 │ id = "gpu-1"
-             14 │ url = "ftp://10.0.1.1:8000"
-                ·       ──────────┬──────────
-                ·                 ╰── expected a URL, such as "http://10.0.1.1:8000" or "https://gpu-1/prefix"
-                ╰────
+            error: node.id is 300
+             --> n1.toml:2:6
+              |
+            2 | id = 300
+              |      ^^^ expected an integer from 1 to 255, or "from-hostname"
+
+            error: node.data_dir is ""
+             --> n1.toml:3:12
+              |
+            3 | data_dir = ""
+              |            ^^ expected non-empty text
+
+            error: listen.data is "localhost"
+             --> n1.toml:6:8
+              |
+            6 | data = "localhost"
+              |        ^^^^^^^^^^^ expected an IP address with a port, such as "127.0.0.1:8080"
+
+            error: unknown key cluster.flush_intervall
+             --> n1.toml:9:1
+              |
+            9 | flush_intervall = "20ms"
+              | ^^^^^^^^^^^^^^^ expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, replace_lost, secret_file, secret_optional, snapshot_every, snapshot_every_bytes
+
+            error: cluster.heartbeat is 50
+              --> n1.toml:10:13
+               |
+            10 | heartbeat = 50
+               |             ^^ expected a duration from 1ms to 1day, such as "20ms" or "1m 30s"
+
+            error: backends[0].url is "ftp://10.0.1.1:8000"
+              --> n1.toml:14:7
+               |
+            14 | url = "ftp://10.0.1.1:8000"
+               |       ^^^^^^^^^^^^^^^^^^^^^ expected a URL, such as "http://10.0.1.1:8000" or "https://gpu-1/prefix"
+
             n1.toml: 6 faults
         "#]],
     );
@@ -189,8 +178,10 @@ fn a_missing_file_value_is_told_without_a_line() {
     refused(
         "",
         expect![[r#"
-              × node.id is not set
-              help: expected an integer from 1 to 255, or "from-hostname"
+            error: node.id is not set
+             |
+             = help: expected an integer from 1 to 255, or "from-hostname"
+
             n1.toml: 1 fault
         "#]],
     );
@@ -201,22 +192,18 @@ fn broken_toml_is_told_together_with_sound_lines_faults() {
     refused(
         "[node]\nid = 300\n[listen\ndata = 5\n",
         expect![[r#"
-              × node.id is 300
-               ╭─[n1.toml:2:6]
-             1 │ [node]
-             2 │ id = 300
-               ·      ─┬─
-               ·       ╰── expected an integer from 1 to 255, or "from-hostname"
-             3 │ [listen
-               ╰────
-              × unclosed table
-               ╭─[n1.toml:3:8]
-             2 │ id = 300
-             3 │ [listen
-               ·        ▲
-               ·        ╰── expected `]`
-             4 │ data = 5
-               ╰────
+            error: node.id is 300
+             --> n1.toml:2:6
+              |
+            2 | id = 300
+              |      ^^^ expected an integer from 1 to 255, or "from-hostname"
+
+            error: unclosed table
+             --> n1.toml:3:8
+              |
+            3 | [listen
+              |        ^ expected `]`
+
             n1.toml: 2 faults
         "#]],
     );

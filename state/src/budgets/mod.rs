@@ -172,14 +172,6 @@ impl BudgetStatus {
         })
     }
 
-    /// Returns the number of the last period with a charge, and the tokens of it. For checks from
-    /// outside.
-    #[must_use]
-    pub fn tally(&self, period: BudgetPeriod) -> (u32, u64) {
-        let PeriodUse { period, tokens } = self.used.of(period);
-        (period, tokens)
-    }
-
     /// Returns the budget that is used up at this Unix time; of both the one that ends last.
     #[must_use]
     pub fn exhausted(&self, unix_ms: u64, pending: u64) -> Option<(BudgetPeriod, BudgetLeft)> {

@@ -5,7 +5,6 @@
 //! is told apart ([`ModelCache::is_followed`]) rather than guessed: caches whose contents come from
 //! KV events, which are compared with the engines themselves, and those whose capacity is learnt.
 
-pub mod budgets;
 pub mod cache;
 pub mod registry;
 pub mod sessions;
@@ -101,7 +100,6 @@ impl ReferenceModel {
             Dedup::Fresh => {}
         }
         self.time.pass(envelope.proposed_at_ms);
-        self.users.stamp_ms = envelope.proposed_at_ms;
         self.sessions.took(&envelope.origin, index);
         CommandEffect::Done(self.run(envelope))
     }
@@ -154,8 +152,8 @@ impl ReferenceModel {
             | Command::BeginRestore { .. }
             | Command::BeginRestoreOfKeys { .. }
             | Command::RestorePart { .. }
-            | Command::AbortRestore { .. } => {}
-            Command::ForgiveUser { name } => self.users.forgive(name),
+            | Command::AbortRestore { .. }
+            | Command::ForgiveUser { .. } => {}
             Command::CreateKey(_)
             | Command::RevokeKey { .. }
             | Command::EndKey { .. }
@@ -176,9 +174,6 @@ impl ReferenceModel {
         }
         if makes_known(changes) {
             self.users.know(self.users.key(&changes.name));
-        }
-        if let Some(budget) = &changes.budget {
-            self.users.budget(&changes.name, budget);
         }
     }
 

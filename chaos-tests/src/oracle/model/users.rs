@@ -3,13 +3,10 @@
 use std::collections::BTreeMap;
 
 use state::admission::ChargeInput;
-use state::budgets::Budget;
 use state::command::{Charge, Rejection};
 use state::ids::{ReplicaId, UserKey};
 use state::prefix::user_key;
 use state::users::{FairnessSettings, UserUsage};
-
-use super::budgets::{BudgetTally, ModelBudget};
 
 /// More of any count in one charge is taken as this.
 const TOKENS_MAX: u64 = 1 << 40;
@@ -20,8 +17,6 @@ pub struct ModelUsers {
     /// By key.
     pub users: BTreeMap<UserKey, ModelUser>,
     hash_seed: u64,
-    /// Stamp of the present command, milliseconds.
-    pub(super) stamp_ms: u64,
     /// Counter of whoever stopped waiting last, or since then was dispatched while nobody waits.
     last_left: Option<u64>,
     /// Counter at which the last one with requests in flight fell idle.
@@ -43,7 +38,6 @@ pub struct ModelUser {
     base: u64,
     /// Priced tokens charged under this weight.
     charged: u128,
-    budget: ModelBudget,
 }
 
 impl Default for ModelUser {
@@ -55,7 +49,6 @@ impl Default for ModelUser {
             waiting: BTreeMap::new(),
             base: 0,
             charged: 0,
-            budget: ModelBudget::default(),
         }
     }
 }
@@ -83,12 +76,6 @@ impl ModelUser {
     pub fn counter(&self) -> u64 {
         let charged = self.charged * 1_000_000 / u128::from(self.weight_milli);
         self.base + u64::try_from(charged).unwrap_or(u64::MAX)
-    }
-
-    /// What is used of its budget.
-    #[must_use]
-    pub fn budget_used(&self) -> BudgetTally {
-        self.budget.used
     }
 
     fn is_idle(&self) -> bool {
@@ -131,20 +118,6 @@ impl ModelUsers {
             user.base = user.counter();
             user.charged = 0;
             user.weight_milli = weight_milli;
-        }
-    }
-
-    pub(super) fn budget(&mut self, name: &str, budget: &Budget) {
-        let key = self.key(name);
-        if let Some(user) = self.users.get_mut(&key) {
-            user.budget.set(budget);
-        }
-    }
-
-    pub(super) fn forgive(&mut self, name: &str) {
-        let key = self.key(name);
-        if let Some(user) = self.users.get_mut(&key) {
-            user.budget.used = BudgetTally::default();
         }
     }
 
@@ -192,9 +165,6 @@ impl ModelUsers {
         user.total.input_cached += charge.input_cached.min(TOKENS_MAX);
         user.total.output += charge.output.min(TOKENS_MAX);
         user.total.requests += u64::from(charge.started);
-        let counts = [charge.input_uncached, charge.input_cached, charge.output];
-        let tokens = counts.map(|count| count.min(TOKENS_MAX)).iter().sum();
-        user.budget.spend(self.stamp_ms, tokens);
         meet(&mut user.in_flight, replica, charge.started, charge.ended);
         meet(&mut user.waiting, replica, charge.queued, charge.dequeued);
         let (counter, waits, is_idle) = (user.counter(), user.waits(), user.is_idle());

@@ -1,0 +1,31 @@
+//! The code of the peer protocol, `proto/peer.rs`, is what `proto/peer.proto` gives.
+//!
+//! It is committed because its compiler takes longer to build than the rest of the crate.
+//! `UPDATE_GENERATED=1 cargo test -p raft --test generated` writes it again.
+
+use std::path::Path;
+
+#[test]
+fn the_code_of_the_peer_protocol_is_that_of_its_definition() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("proto");
+    let files = protox::compile(["peer.proto"], [&folder]).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    tonic_prost_build::configure()
+        .bytes(".")
+        // Of equal messages the bytes are equal.
+        .btree_map(".")
+        .out_dir(&out)
+        .emit_rerun_if_changed(false)
+        .compile_fds(files)
+        .unwrap();
+    let fresh = std::fs::read_to_string(out.path().join("quorate.peer.v1.rs")).unwrap();
+    let committed = folder.join("peer.rs");
+    if std::env::var_os("UPDATE_GENERATED").is_some() {
+        std::fs::write(&committed, &fresh).unwrap();
+    }
+    assert!(
+        fresh == std::fs::read_to_string(&committed).unwrap(),
+        "proto/peer.rs is not what proto/peer.proto gives: \
+         UPDATE_GENERATED=1 cargo test -p raft --test generated"
+    );
+}
