@@ -1,11 +1,14 @@
 //! Engines that mean no good, or are no engines: what they send must neither pile up nor be passed
 //! on as if it were an answer.
 
+use std::sync::Mutex;
+
 use anyhow::ensure;
 use futures_util::future::try_join_all;
 use http::StatusCode;
 
 use super::context::{AbuseContext, outcome};
+use crate::processes::until;
 
 /// How an engine behaves, whether the client asks for a stream, the statuses that the client may
 /// get, and what else must stand in the answer.
@@ -40,7 +43,17 @@ pub(super) async fn hostile(context: &AbuseContext) -> anyhow::Result<()> {
 async fn one(context: &AbuseContext, replica: usize, case: &HostileCase) -> anyhow::Result<()> {
     let (behaviour, is_streamed, statuses, words) = case;
     let id = format!("{behaviour}.{replica}");
-    let (status, text) = outcome(context.ask(replica, &id, *is_streamed)).await;
+    // Whoever answers so is rightly taken to be down for a moment.
+    let answer = Mutex::new(None);
+    until("the engine is tried again", async || {
+        let (status, text) = outcome(context.ask(replica, &id, *is_streamed)).await;
+        let is_tried = !text.contains("no_healthy_backend");
+        *answer.lock().expect("nobody panics with it") = Some((status, text));
+        Ok(is_tried)
+    })
+    .await?;
+    let answer = answer.into_inner().expect("nobody panics with it");
+    let (status, text) = answer.expect("it was asked at least once");
     let shown: String = text.chars().take(200).collect();
     let code = status.map_or(0, |status| status.as_u16());
     // An answer without an end is not read to its end.
