@@ -17,7 +17,7 @@ use super::problem::{invalid, not_found};
 use super::readback::{ReadBack, ReadBackJson};
 use super::{Admin, AdminState};
 use crate::backends::{
-    CircuitView, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError, ProbeRecord, engine_kind,
+    CircuitView, EngineKind, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError, ProbeRecord,
 };
 use crate::error::Problem;
 use crate::kv_events::board::BackendStreams;
@@ -58,8 +58,8 @@ struct BackendDetail {
 /// What an engine is.
 #[derive(Serialize)]
 struct EngineInfo {
-    /// As it names itself: `vllm`, `sglang`, `llama.cpp`.
-    kind: Option<String>,
+    /// By its metrics, else by what it says of its models.
+    kind: Option<EngineKind>,
     version: Option<String>,
     /// Whether answers have told how much of a prompt was cached.
     tells_cached_tokens: bool,
@@ -78,9 +78,9 @@ struct EngineInfoModel {
 impl EngineInfo {
     fn of(admin: &Admin, backend: &Backend, record: &ProbeRecord) -> Self {
         let listed = record.listed.as_deref().unwrap_or_default();
-        let owner = listed.iter().find_map(|model| model.owned_by.as_deref());
+        let mut owners = listed.iter().filter_map(|model| model.owned_by.as_deref());
         Self {
-            kind: owner.map(|owner| engine_kind(owner).to_owned()),
+            kind: record.kind.or_else(|| owners.find_map(EngineKind::named)),
             version: record.version.clone(),
             tells_cached_tokens: admin.backends.tells_cached_at_all(backend.handle),
             models: listed

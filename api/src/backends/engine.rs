@@ -3,6 +3,8 @@
 //! Several samples of one name (one per data-parallel rank or model) are summed; for cache usage,
 //! the fullest rank counts. Figures that an engine does not export are `None`.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use state::command::{LIST_BYTES_MAX, NAME_BYTES_MAX};
@@ -22,18 +24,26 @@ pub enum EngineKind {
     /// SGLang.
     Sglang,
     /// llama.cpp.
+    #[serde(rename = "llama.cpp")]
     LlamaCpp,
 }
 
 impl EngineKind {
-    /// The engine that exports a metric of this name.
-    fn of(metric: &str) -> Option<Self> {
-        match metric.split_once(':')?.0 {
+    /// The engine that names itself so, as the owner of its models or before the names of its
+    /// metrics.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        match name {
             "vllm" => Some(Self::Vllm),
             "sglang" => Some(Self::Sglang),
             "llamacpp" => Some(Self::LlamaCpp),
             _ => None,
         }
+    }
+
+    /// The engine that exports a metric of this name.
+    fn of(metric: &str) -> Option<Self> {
+        Self::named(metric.split_once(':')?.0)
     }
 
     /// Whether it keeps cached blocks of different `cache_salt`s apart, in all versions that are
@@ -44,6 +54,16 @@ impl EngineKind {
             Self::Vllm => true,
             Self::Sglang | Self::LlamaCpp => false,
         }
+    }
+}
+
+impl fmt::Display for EngineKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Vllm => "vllm",
+            Self::Sglang => "sglang",
+            Self::LlamaCpp => "llama.cpp",
+        })
     }
 }
 
@@ -218,15 +238,6 @@ pub struct EngineModel {
     pub permission: Option<Value>,
     /// Whose it is: engines put their own names there.
     pub owned_by: Option<String>,
-}
-
-/// The kind of the engine that names itself so as the owner of its models.
-#[must_use]
-pub fn engine_kind(owned_by: &str) -> &str {
-    match owned_by {
-        "llamacpp" => "llama.cpp",
-        other => other,
-    }
 }
 
 /// Reads an answer to `GET /version`.

@@ -55,7 +55,7 @@ pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
 pub(crate) use client::ProbeClient;
 pub use dialer::{EngineDialer, engine_files};
-pub use engine::{EngineKind, EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX, engine_kind};
+pub use engine::{EngineKind, EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX};
 pub use facts::REPEAT_AFTER;
 pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::{EngineHeaders, EngineKeys};

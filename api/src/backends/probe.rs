@@ -194,7 +194,7 @@ impl Probe {
                 });
                 if let Some(engine) = recognised {
                     let knows_salts = engine.knows_salts();
-                    tracing::info!(backend = self.id, ?engine, knows_salts, "engine recognised");
+                    tracing::info!(backend = self.id, %engine, knows_salts, "engine recognised");
                 }
                 if !is_healthy {
                     // It answers again: probe at once instead of waiting for its turn.

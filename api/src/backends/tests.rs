@@ -236,8 +236,8 @@ async fn an_engine_tells_its_kind_and_version() {
         })
         .await;
     let listed = bench.backends.listed(Slot(0), "m").unwrap();
-    assert_eq!(listed.owned_by.as_deref().map(engine_kind), Some("vllm"));
-    assert_eq!(engine_kind("llamacpp"), "llama.cpp");
+    let owner = listed.owned_by.as_deref();
+    assert_eq!(owner.and_then(EngineKind::named), Some(EngineKind::Vllm));
 }
 
 #[tokio::test]

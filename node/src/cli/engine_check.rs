@@ -85,13 +85,13 @@ pub(super) async fn run(args: EngineCheckArgs) -> anyhow::Result<ExitCode> {
 }
 
 fn print(report: &EngineReport) -> anyhow::Result<()> {
-    let known = |text: &Option<String>| text.as_deref().map_or("unknown", |it| it).to_owned();
+    let known = |text: Option<String>| text.unwrap_or_else(|| "unknown".to_owned());
     let head = format!(
         "{}: {}, version {}, model {}",
         report.url,
-        known(&report.kind),
-        known(&report.version),
-        known(&report.model)
+        known(report.kind.map(|kind| kind.to_string())),
+        known(report.version.clone()),
+        known(report.model.clone())
     );
     terminal::print(format!("{}\n", escaped(&head)))?;
     let mut table = FittedTable::new(&[

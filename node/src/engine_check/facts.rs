@@ -1,6 +1,6 @@
 //! What an engine says of itself: health, models, kind, metrics.
 
-use api::backends::{EngineMetrics, engine_kind};
+use api::backends::{EngineKind, EngineMetrics};
 use serde_json::Value;
 
 use super::client::{EngineClient, refusal};
@@ -95,7 +95,7 @@ pub(super) async fn models(client: &EngineClient) -> (CheckResult, ListedModels)
 pub(super) async fn kind(
     client: &EngineClient,
     models: &ListedModels,
-) -> (Option<String>, Option<String>) {
+) -> (Option<EngineKind>, Option<String>) {
     let json = async |path: &str| {
         let answer = client.get(path).await.ok()?;
         answer.success().ok()
@@ -103,10 +103,12 @@ pub(super) async fn kind(
     let text = |value: &Value| value.as_str().map(str::to_owned);
     let mut version = json("/version").await.and_then(|it| text(&it["version"]));
     let owner = models.0.first().and_then(|model| text(&model["owned_by"]));
-    let kind = owner.as_deref().map(engine_kind).map(str::to_owned);
+    let kind = owner.as_deref().and_then(EngineKind::named);
     if version.is_none() {
-        version = match kind.as_deref() {
-            Some("llama.cpp") => json("/props").await.and_then(|it| text(&it["build_info"])),
+        version = match kind {
+            Some(EngineKind::LlamaCpp) => {
+                json("/props").await.and_then(|it| text(&it["build_info"]))
+            }
             _ => json("/server_info")
                 .await
                 .and_then(|it| text(&it["version"])),

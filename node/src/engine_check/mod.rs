@@ -13,6 +13,7 @@ mod tokens;
 use std::sync::Arc;
 use std::time::Duration;
 
+use api::backends::EngineKind;
 use api::prompt::Tokenizer;
 use http::HeaderValue;
 use serde::Serialize;
@@ -39,8 +40,8 @@ pub struct EngineCheckOptions {
 pub struct EngineReport {
     /// Where the engine is.
     pub url: String,
-    /// Its kind, as far as its answers tell: `vllm`, `sglang`, `llama.cpp`.
-    pub kind: Option<String>,
+    /// Its kind, as far as its answers tell.
+    pub kind: Option<EngineKind>,
     /// Its version, in its own words.
     pub version: Option<String>,
     /// The model that was asked for.
@@ -141,7 +142,7 @@ pub async fn check(options: &EngineCheckOptions) -> anyhow::Result<EngineReport>
     }
     Ok(EngineReport {
         url: options.url.clone(),
-        kind,
+        kind: page.and_then(|page| page.kind).or(kind),
         version,
         model,
         checks,

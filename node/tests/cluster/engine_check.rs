@@ -1,5 +1,6 @@
 //! `quorate engine-check` against the emulated engine: what it can do is known here.
 
+use api::backends::EngineKind;
 use lab::engine::{EventEncoding, EventsOptions, PublisherFaults};
 use node::engine_check::{CheckOutcome, EngineCheckOptions, check};
 
@@ -30,7 +31,7 @@ async fn what_the_emulated_engine_can_do_is_found() {
     });
     let engine = engine.await.unwrap();
     let report = check(&options(engine.url())).await.unwrap();
-    assert_eq!(report.kind.as_deref(), Some("vllm"));
+    assert_eq!(report.kind, Some(EngineKind::Vllm));
     assert_eq!(report.model.as_deref(), Some("emulated"));
     assert!(report.is_usable());
     let outcomes: Vec<_> = report
