@@ -222,13 +222,9 @@ impl CircuitBreakers {
         user: impl FnOnce() -> UserKey,
         now: Instant,
     ) -> BreakerState {
-        let Some(cell) = self.cell(backend) else {
+        let Some((cell, mut circuit)) = self.circuit(backend) else {
             return BreakerState::Open;
         };
-        let mut circuit = cell.lock();
-        if circuit.backend != Some(backend) {
-            return BreakerState::Open;
-        }
         if cell.closed_until_us.load(Relaxed) == 0 {
             circuit.openings = 1;
             circuit.opened_us = self.micros(now).max(1);
@@ -240,10 +236,7 @@ impl CircuitBreakers {
 
     /// Whether `backend` has ever answered a request and has been reachable since.
     pub(super) fn has_answered(&self, backend: BackendRef) -> bool {
-        self.cell(backend).is_some_and(|cell| {
-            let circuit = cell.lock();
-            circuit.backend == Some(backend) && circuit.answered_us.is_some()
-        })
+        self.answered_us(backend).is_some()
     }
 
     /// Records an answered attempt of `user`. Returns whether it closed the circuit.
@@ -253,13 +246,11 @@ impl CircuitBreakers {
         };
         let mut circuit = cell.lock();
         if circuit.backend != Some(backend) {
-            *circuit = circuit.anew(backend);
-            cell.closed_until_us.store(0, Relaxed);
+            cell.close(&mut circuit, backend);
         }
         let was_open = circuit.openings > 0;
         if was_open {
-            *circuit = circuit.anew(backend);
-            cell.closed_until_us.store(0, Relaxed);
+            cell.close(&mut circuit, backend);
         }
         circuit.note(Some(user), false);
         circuit.answered_us = Some(self.micros(now));
@@ -276,10 +267,7 @@ impl CircuitBreakers {
     ) -> bool {
         let now_us = self.micros(now);
         let is_within = |at_us| Duration::from_micros(now_us.saturating_sub(at_us)) <= time;
-        self.cell(backend).is_some_and(|cell| {
-            let circuit = cell.lock();
-            circuit.backend == Some(backend) && circuit.answered_us.is_some_and(is_within)
-        })
+        self.answered_us(backend).is_some_and(is_within)
     }
 
     /// Records a failed attempt and returns whether it opened the circuit. Without a `user`, the
@@ -291,8 +279,7 @@ impl CircuitBreakers {
         };
         let mut circuit = cell.lock();
         if circuit.backend != Some(backend) {
-            *circuit = circuit.anew(backend);
-            cell.closed_until_us.store(0, Relaxed);
+            cell.close(&mut circuit, backend);
         }
         if user.is_none() {
             circuit.answered_us = None;
@@ -331,13 +318,9 @@ impl CircuitBreakers {
     }
 
     pub(super) fn view(&self, backend: BackendRef, now: Instant) -> CircuitView {
-        let Some(cell) = self.cell(backend) else {
+        let Some((cell, circuit)) = self.circuit(backend) else {
             return CircuitView::default();
         };
-        let circuit = cell.lock();
-        if circuit.backend != Some(backend) {
-            return CircuitView::default();
-        }
         let until_us = cell.closed_until_us.load(Relaxed);
         CircuitView {
             is_open: circuit.openings > 0,
@@ -349,6 +332,20 @@ impl CircuitBreakers {
 
     fn cell(&self, backend: BackendRef) -> Option<&BreakerCell> {
         self.cells.get(usize::from(backend.slot.0))
+    }
+
+    /// The circuit of `backend`; `None` if its slot has that of another backend, or of none yet.
+    fn circuit(
+        &self,
+        backend: BackendRef,
+    ) -> Option<(&BreakerCell, MutexGuard<'_, CircuitBreaker>)> {
+        let cell = self.cell(backend)?;
+        let circuit = cell.lock();
+        (circuit.backend == Some(backend)).then_some((cell, circuit))
+    }
+
+    fn answered_us(&self, backend: BackendRef) -> Option<u64> {
+        self.circuit(backend)?.1.answered_us
     }
 
     fn micros(&self, at: Instant) -> u64 {
@@ -416,6 +413,12 @@ impl BreakerCell {
         self.circuit.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Makes it the closed circuit of `backend`.
+    fn close(&self, circuit: &mut CircuitBreaker, backend: BackendRef) {
+        *circuit = circuit.anew(backend);
+        self.closed_until_us.store(0, Relaxed);
+    }
+
     fn pause(&self, until_us: u64) {
         self.closed_until_us.store(until_us.max(1), Relaxed);
     }
@@ -429,13 +432,12 @@ impl fmt::Debug for HalfOpenProbe {
 
 impl Drop for HalfOpenProbe {
     fn drop(&mut self) {
-        let Some(cell) = self.circuits.cell(self.backend) else {
+        let Some((cell, mut circuit)) = self.circuits.circuit(self.backend) else {
             return;
         };
-        let mut circuit = cell.lock();
         // After a result, or after waiting too long, this is no longer the current one.
         let is_current = circuit.trial.is_some_and(|(it, _)| it == self.number);
-        if circuit.backend == Some(self.backend) && is_current {
+        if is_current {
             circuit.trial = None;
             cell.pause(1);
         }
