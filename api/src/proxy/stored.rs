@@ -65,18 +65,13 @@ pub(super) async fn forward_stored(
             }
             ask(proxy, &keeper, head, from).await.map(Ok)
         };
-        let asked = match timeout(ENGINE_TIMEOUT, asked).await {
+        match timeout(ENGINE_TIMEOUT, asked).await {
             Ok(Ok(Err(refusal))) => return Err(refusal),
-            Ok(Ok(Ok(response))) => Ok(Ok(response)),
-            Ok(Err(error)) => Ok(Err(error)),
-            Err(late) => Err(late),
-        };
-        match asked {
-            Ok(Ok(response)) if is_elsewhere(response.status()) => {
+            Ok(Ok(Ok(response))) if is_elsewhere(response.status()) => {
                 // Read to its end, so that the connection can be used again.
                 drop(read_refusal(response).await);
             }
-            Ok(Ok(response)) => return Ok(relay(proxy, &keeper, response)),
+            Ok(Ok(Ok(response))) => return Ok(relay(proxy, &keeper, response)),
             Ok(Err(SendError::Gone)) => {}
             Ok(Err(error)) => {
                 let backend = &*keeper.id;
