@@ -27,6 +27,16 @@ pub fn run(program: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::R
         })
 }
 
+/// Returns what a program ends with that found all as it must be, or something else.
+#[must_use]
+pub fn exit_code(is_clean: bool) -> ExitCode {
+    if is_clean {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
 /// A table without rows.
 #[must_use]
 pub fn table(heads: &[&str]) -> Table {

@@ -54,11 +54,7 @@ async fn run(args: &AbuseArgs) -> anyhow::Result<ExitCode> {
         print(&reports)?;
     }
     let is_clean = reports.iter().all(|report| report.violation.is_none());
-    Ok(if is_clean {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(terminal::exit_code(is_clean))
 }
 
 fn print(reports: &[AttackReport]) -> anyhow::Result<()> {

@@ -97,11 +97,7 @@ async fn run(args: &FaultsArgs) -> anyhow::Result<ExitCode> {
         stage.cluster.stop();
         print_quorum_loss(length, &outcome)?;
     }
-    Ok(if is_clean {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(terminal::exit_code(is_clean))
 }
 
 /// A cluster under load that knows something.

@@ -14,6 +14,7 @@ use anyhow::Context as _;
 use chaos_tests::processes::book::AnswerFigures;
 use chaos_tests::processes::load::{LoadOptions, RunningLoad};
 use chaos_tests::processes::{ClusterOptions, ProcessCluster};
+use chaos_tests::terminal;
 use clap::Parser;
 use comfy_table::{Table, presets};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -151,11 +152,7 @@ async fn main() -> anyhow::Result<ExitCode> {
         is_held &= seen.above == 0 && is_reached && is_filled;
     }
     println!("a limit of {LIMIT}\n{table}");
-    Ok(if is_held {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(terminal::exit_code(is_held))
 }
 
 async fn measure(args: &LimitsArgs, case: &LimitCase) -> anyhow::Result<Seen> {

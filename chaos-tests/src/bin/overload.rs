@@ -4,6 +4,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use chaos_tests::soak::SoakCheck;
 use chaos_tests::soak::overload::{self, OverloadOptions, OverloadReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
@@ -49,12 +50,7 @@ async fn run(args: &OverloadArgs) -> anyhow::Result<ExitCode> {
     } else {
         print(&options, &report)?;
     }
-    let is_clean = report.checks.iter().all(|check| check.violation.is_none());
-    Ok(if is_clean {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(terminal::exit_code(SoakCheck::all_hold(&report.checks)))
 }
 
 fn print(options: &OverloadOptions, report: &OverloadReport) -> anyhow::Result<()> {
@@ -86,13 +82,5 @@ fn print(options: &OverloadOptions, report: &OverloadReport) -> anyhow::Result<(
         ]);
     }
     say(format_args!("{rows}\n"))?;
-    let mut checks = table(&["check", "", "found"]);
-    for check in &report.checks {
-        let (held, found) = match &check.violation {
-            None => ("held", &check.found),
-            Some(why) => ("VIOLATED", why),
-        };
-        checks.add_row([check.name, held, found]);
-    }
-    say(checks)
+    say(SoakCheck::table(&report.checks))
 }

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use chaos_tests::soak::{self, ClientKind, SoakOptions, SoakReport};
+use chaos_tests::soak::{self, ClientKind, SoakCheck, SoakOptions, SoakReport};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 
@@ -61,12 +61,7 @@ async fn run(args: &SoakArgs) -> anyhow::Result<ExitCode> {
     } else {
         print(&options, &report)?;
     }
-    let is_clean = report.checks.iter().all(|check| check.violation.is_none());
-    Ok(if is_clean {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(terminal::exit_code(SoakCheck::all_hold(&report.checks)))
 }
 
 fn print(options: &SoakOptions, report: &SoakReport) -> anyhow::Result<()> {
@@ -108,15 +103,7 @@ fn print(options: &SoakOptions, report: &SoakReport) -> anyhow::Result<()> {
         ]);
     }
     say(format_args!("{kinds}\n"))?;
-    let mut checks = table(&["check", "", "found"]);
-    for check in &report.checks {
-        let (held, found) = match &check.violation {
-            None => ("held", &check.found),
-            Some(why) => ("VIOLATED", why),
-        };
-        checks.add_row([check.name, held, found]);
-    }
-    say(checks)?;
+    say(SoakCheck::table(&report.checks))?;
     for (kind, tally) in &report.kinds {
         for words in &tally.words {
             eprintln!("{}: {words}", kind.name());

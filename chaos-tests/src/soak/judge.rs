@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use comfy_table::Table;
 use tokio::time::{Instant, sleep};
 
 use super::engine::ComputedRequest;
@@ -13,6 +14,7 @@ use crate::processes::book::UserTotals;
 use crate::processes::figures::ProcessFigures;
 use crate::processes::load::charged;
 use crate::processes::{ProcessCluster, until};
+use crate::terminal::table;
 
 /// Within this every replica is ready when the load has gone.
 const READY: Duration = Duration::from_secs(2);
@@ -46,6 +48,26 @@ pub struct SoakCheck {
 }
 
 impl SoakCheck {
+    /// Whether all of them hold.
+    #[must_use]
+    pub fn all_hold(checks: &[Self]) -> bool {
+        checks.iter().all(|check| check.violation.is_none())
+    }
+
+    /// Checks as a table, for people.
+    #[must_use]
+    pub fn table(checks: &[Self]) -> Table {
+        let mut rows = table(&["check", "", "found"]);
+        for check in checks {
+            let (held, found) = match &check.violation {
+                None => ("held", &check.found),
+                Some(why) => ("VIOLATED", why),
+            };
+            rows.add_row([check.name, held, found]);
+        }
+        rows
+    }
+
     pub(super) fn new(name: &'static str, result: anyhow::Result<String>) -> Self {
         match result {
             Ok(found) => Self {

@@ -178,7 +178,7 @@ pub async fn run(options: &SoakOptions, say: impl Fn(&str)) -> anyhow::Result<So
         capacity: capacity(),
     };
     let report = phases.judge(cluster).await;
-    if report.checks.iter().all(|check| check.violation.is_none()) {
+    if SoakCheck::all_hold(&report.checks) {
         stage.cluster.stop();
     }
     Ok(report)

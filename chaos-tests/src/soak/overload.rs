@@ -108,7 +108,7 @@ pub async fn run(options: &OverloadOptions, say: impl Fn(&str)) -> anyhow::Resul
         "every replica is ready within 2 s",
         is_ready,
     ));
-    if checks.iter().all(|check| check.violation.is_none()) {
+    if SoakCheck::all_hold(&checks) {
         stage.cluster.stop();
     }
     Ok(OverloadReport {
