@@ -8,14 +8,10 @@ use super::*;
 /// Not the default of router and emulated engine.
 const BLOCK_TOKENS: u32 = 64;
 
-/// A replica and its engine, which publishes its blocks.
-pub(super) async fn exact_replica(
-    http: &Http,
-    block_size: u32,
-    dir: &TempDir,
-) -> (Replica, EngineHandle) {
+/// An engine that publishes its blocks.
+pub(super) fn publishing() -> EngineOptions {
     let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let mut options = EngineOptions {
+    EngineOptions {
         speed: 50.0,
         events: Some(EventsOptions {
             events: any,
@@ -24,7 +20,17 @@ pub(super) async fn exact_replica(
             faults: PublisherFaults::default(),
         }),
         ..EngineOptions::default()
-    };
+    }
+}
+
+/// A replica and its engine, which publishes its blocks.
+pub(super) async fn exact_replica(
+    http: &Http,
+    block_size: u32,
+    dir: &TempDir,
+) -> (Replica, EngineHandle) {
+    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
+    let mut options = publishing();
     options.shape.block_size = block_size;
     let engine = EmulatedEngine::start(options).await.unwrap();
     let listen = ListenConfig {

@@ -1,9 +1,9 @@
 //! `quorate engine-check` against the emulated engine: what it can do is known here.
 
 use api::backends::EngineKind;
-use lab::engine::{EventEncoding, EventsOptions, PublisherFaults};
 use node::engine_check::{CheckOutcome, EngineCheckOptions, check};
 
+use super::blocks::publishing;
 use super::*;
 
 fn options(url: String) -> EngineCheckOptions {
@@ -18,18 +18,7 @@ fn options(url: String) -> EngineCheckOptions {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_the_emulated_engine_can_do_is_found() {
-    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let engine = EmulatedEngine::start(EngineOptions {
-        speed: 50.0,
-        events: Some(EventsOptions {
-            events: any,
-            replay: Some(any),
-            form: EventEncoding::Map,
-            faults: PublisherFaults::default(),
-        }),
-        ..EngineOptions::default()
-    });
-    let engine = engine.await.unwrap();
+    let engine = EmulatedEngine::start(publishing()).await.unwrap();
     let report = check(&options(engine.url())).await.unwrap();
     assert_eq!(report.kind, Some(EngineKind::Vllm));
     assert_eq!(report.model.as_deref(), Some("emulated"));
