@@ -1,0 +1,160 @@
+//! What the proxy stands on: a state, a router and an outbox.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use api::admission::Admission;
+use api::backends::{Backends, Health, ProbeSettings};
+use api::clock::Clock;
+use api::ports::{BoxFuture, Propose, ProposeError};
+use api::prompt::{ModelSettings, Tokenizer};
+use api::proxy::{Proxy, ProxyMetrics, ProxySettings, Server};
+use api::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
+use api::tls::{Certificates, ListenerFiles};
+use state::RouterState;
+use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin};
+use state::ids::{LogIndex, ReplicaId, SessionId};
+use state::policy::PolicyConfig;
+use state::users::FairnessSettings;
+use tokio_util::sync::CancellationToken;
+
+use crate::{MeasuredThread, listen, listening, on_thread};
+
+const ENGINES: usize = 4;
+
+/// Starts a proxy before `fleet` on a thread of its own.
+pub(super) fn spawn_proxy(
+    fleet: &Fleet,
+    tls: Option<Arc<Certificates<ListenerFiles>>>,
+) -> MeasuredThread {
+    let mut settings = ProxySettings::new(ReplicaId(1));
+    settings.pool.idle_timeout = Duration::from_secs(60);
+    let metrics = Arc::new(ProxyMetrics::default());
+    let (router, backends) = (Arc::clone(&fleet.router), Arc::clone(&fleet.backends));
+    listening(move |tell| async move {
+        let (listener, address) = listen().await;
+        tell.send(address).expect("main waits for it");
+        let admission = Arc::new(Admission::new(&router));
+        let serving = Arc::clone(&admission);
+        tokio::spawn(async move { serving.run(CancellationToken::new()).await });
+        let proxy = Arc::new(Proxy::new(&router, admission, backends, settings, metrics));
+        Server::new(listener, proxy)
+            .with_tls(tls)
+            .run(CancellationToken::new(), Duration::ZERO)
+            .await;
+    })
+}
+
+/// The state with the next log index: a cluster of one that commits at once.
+struct Log(Mutex<(RouterState, u64)>);
+
+impl Log {
+    fn apply(&self, envelope: Envelope) -> Committed {
+        let mut log = self.0.lock().expect("nobody panics");
+        log.1 += 1;
+        let index = LogIndex(log.1);
+        let reply = log.0.apply(index, envelope);
+        Committed { index, reply }
+    }
+}
+
+impl Propose for Log {
+    fn propose(&self, envelope: Envelope) -> BoxFuture<'_, Result<Committed, ProposeError>> {
+        Box::pin(async move { Ok(self.apply(envelope)) })
+    }
+}
+
+/// A cluster of one, in memory.
+pub(super) struct Fleet {
+    pub(super) router: Arc<Router>,
+    backends: Arc<Backends>,
+    log: Arc<Log>,
+}
+
+impl Fleet {
+    /// Four backends, all of them the one engine.
+    pub(super) fn new(engine: SocketAddr) -> Self {
+        let log = Arc::new(Log(Mutex::new((RouterState::new(), 0))));
+        let view = log.0.lock().expect("nobody panics").0.view();
+        let backends = Arc::new(Backends::new(ProbeSettings::default()));
+        let name = "*".to_owned();
+        let models = vec![ModelSettings {
+            name,
+            tokenizer: Tokenizer::character(),
+            block_size: Some(128),
+        }];
+        let router = Arc::new(Router::new(RouterParts {
+            view: Arc::clone(&view),
+            backends: Arc::clone(&backends),
+            models,
+            replica: ReplicaId(1),
+            session: SessionId(1),
+            outbox: OutboxSettings::default(),
+            overrides: Vec::new(),
+            select: SelectSettings::default(),
+            clock: Clock::default(),
+        }));
+        for (seq, command) in (1..).zip(commands(engine)) {
+            let origin = Origin {
+                replica: ReplicaId(1),
+                session: SessionId(1),
+                lane: Lane::Admin,
+                seq,
+            };
+            log.apply(Envelope {
+                origin,
+                proposed_at_ms: 1,
+                command,
+            });
+        }
+        for backend in &view.registry().backends {
+            let (waiting, running, kv_usage_permille) = (0, 0, 0);
+            let detail = None;
+            let health = Health {
+                is_healthy: true,
+                detail,
+                waiting,
+                running,
+                kv_usage_permille,
+                adapters: None,
+            };
+            backends.assume(backend.handle.slot, &health);
+        }
+        let fleet = Self {
+            router,
+            backends,
+            log,
+        };
+        let (router, log) = (Arc::clone(&fleet.router), Arc::clone(&fleet.log));
+        on_thread(move |tell| async move {
+            tell.send(()).expect("main waits for it");
+            router
+                .run_outbox(log, CancellationToken::new(), Duration::ZERO)
+                .await;
+        });
+        fleet
+    }
+}
+
+/// A cluster whose backends are all at `engine`.
+fn commands(engine: SocketAddr) -> Vec<Command> {
+    let mut commands = vec![Command::InitCluster {
+        hash_seed: 7,
+        policy: PolicyConfig::Cost(Default::default()),
+        fairness: FairnessSettings::default(),
+    }];
+    commands.extend((0..ENGINES).map(|number| {
+        Command::PutBackend(BackendSpec {
+            id: format!("engine-{number}"),
+            url: format!("http://{engine}"),
+            models: vec!["m".to_owned()],
+            labels: [].into(),
+            capacity_blocks: Some(30_000),
+            kv_events: None,
+            kv_replay: None,
+        })
+    }));
+    commands
+}
+

@@ -1,0 +1,235 @@
+//! CPU per proxied request on one core, kernel included: `cargo bench -p api --bench proxy`.
+//!
+//! The proxy runs alone on one thread with its own runtime, whose CPU time the kernel counts
+//! (`/proc/.../schedstat`, nanoseconds). Clients, engine, state and outbox run on other threads and
+//! do not count. `pump` is the same traffic through a thread that only copies bytes: the floor that
+//! two sockets and their system calls set. `TLS` is the proxy with TLS to its clients. CPU time, not
+//! elapsed time, so that a busy machine blurs the figures little.
+
+mod clients;
+mod engine;
+mod fleet;
+mod tls;
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use api::prompt::parse;
+use api::routing::{AttemptEnd, DispatchTerms, RoutingRequest};
+use bytes::Bytes;
+use tokio::net::TcpListener;
+
+use crate::clients::{ADA, ClientKind, PROMPTS, drive, requests};
+use crate::engine::{spawn_engine, spawn_pump};
+use crate::fleet::{Fleet, spawn_proxy};
+use crate::tls::TestCertificate;
+
+/// How long each case is measured.
+const CASE_TIME: Duration = Duration::from_millis(2500);
+const WARM_UP: Duration = Duration::from_millis(300);
+
+fn main() {
+    let engine = spawn_engine();
+    let fleet = Fleet::new(engine);
+    let certificate = TestCertificate::new();
+    let proxy = spawn_proxy(&fleet, None);
+    let tls_proxy = spawn_proxy(&fleet, Some(certificate.listener()));
+    let pump = spawn_pump(engine);
+    let kept = ClientKind::kept();
+    let kept_tls = ClientKind::kept().with_tls(&certificate.client());
+    println!("us of CPU per request on the measured thread, user and kernel\n");
+    println!(
+        "{:<34}{:>8}{:>8}{:>8}{:>12}",
+        "case", "proxy", "TLS", "pump", "requests/s"
+    );
+    for (name, body_bytes, is_streaming, connections) in [
+        ("1 KB, 16 connections", 1024, false, 16),
+        ("32 KB, 16 connections", 32 * 1024, false, 16),
+        ("1 KB, 1 connection", 1024, false, 1),
+        ("32 KB, 1 connection", 32 * 1024, false, 1),
+        ("1 KB, 32 events, 16 connections", 1024, true, 16),
+    ] {
+        let requests = Arc::new(requests(body_bytes, is_streaming));
+        let (us, rate) = measure(&proxy, &kept, &requests, connections);
+        let (tls_us, _) = measure(&tls_proxy, &kept_tls, &requests, connections);
+        let (floor_us, _) = measure(&pump, &kept, &requests, connections);
+        println!("{name:<34}{us:>8.1}{tls_us:>8.1}{floor_us:>8.1}{rate:>12.0}");
+    }
+    println!("\na connection for each request of 1 KB, 16 clients");
+    let requests = Arc::new(requests(1024, false));
+    for (name, proxy, client) in [
+        ("in the clear", &proxy, ClientKind::once()),
+        (
+            "TLS, session resumed",
+            &tls_proxy,
+            ClientKind::once().with_tls(&certificate.client()),
+        ),
+        (
+            "TLS, full handshake",
+            &tls_proxy,
+            ClientKind::once().with_tls(&certificate.forgetful_client()),
+        ),
+    ] {
+        let (us, _) = measure(proxy, &client, &requests, 16);
+        println!(
+            "{name:<34}{us:>8.1}     {:.0} a second on one core",
+            1e6 / us
+        );
+    }
+    println!("\nof which, alone and warm, us");
+    for body_bytes in [1024, 32 * 1024] {
+        phases(&fleet, body_bytes);
+    }
+}
+
+/// Where a measured thread listens, and its `/proc` name.
+struct MeasuredThread {
+    address: SocketAddr,
+    task: String,
+}
+
+/// Runs requests for a while; answers us of the thread's CPU per request and requests per second.
+fn measure(
+    thread: &MeasuredThread,
+    client: &ClientKind,
+    requests: &Arc<Vec<Vec<u8>>>,
+    connections: usize,
+) -> (f64, f64) {
+    drive(thread.address, client, requests, connections, WARM_UP);
+    let (cpu_before, start) = (cpu_ns(&thread.task), Instant::now());
+    let done = drive(thread.address, client, requests, connections, CASE_TIME);
+    let (cpu, time) = (cpu_ns(&thread.task) - cpu_before, start.elapsed());
+    (
+        cpu as f64 / 1e3 / done as f64,
+        done as f64 / time.as_secs_f64(),
+    )
+}
+
+/// CPU time of a thread so far, by its `/proc` name.
+fn cpu_ns(task: &str) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{task}/schedstat")).expect("linux");
+    text.split(' ')
+        .next()
+        .and_then(|ns| ns.parse().ok())
+        .expect("schedstat begins with a number")
+}
+
+/// Runs `work` on a thread of its own that tells where it listens.
+fn listening<F>(
+    work: impl FnOnce(std::sync::mpsc::Sender<SocketAddr>) -> F + Send + 'static,
+) -> MeasuredThread
+where
+    F: Future<Output = ()>,
+{
+    let (address, task) = on_thread(work);
+    MeasuredThread { address, task }
+}
+
+/// Runs `work` on a thread of its own; answers what it said first and the thread's `/proc` name.
+fn on_thread<T, F>(
+    work: impl FnOnce(std::sync::mpsc::Sender<T>) -> F + Send + 'static,
+) -> (T, String)
+where
+    T: Send + 'static,
+    F: Future<Output = ()>,
+{
+    let (tell_task, task) = std::sync::mpsc::channel();
+    let (tell, told) = std::sync::mpsc::channel();
+    thread::spawn(move || {
+        let link = std::fs::read_link("/proc/thread-self").expect("linux");
+        tell_task
+            .send(link.display().to_string())
+            .expect("main waits for it");
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        runtime.expect("a runtime starts").block_on(work(tell));
+    });
+    let task = task.recv().expect("the thread tells its name");
+    (told.recv().expect("the thread tells its address"), task)
+}
+
+async fn listen() -> (TcpListener, SocketAddr) {
+    let listener = TcpListener::bind("127.0.0.1:0")
+        .await
+        .expect("a port is free");
+    let address = listener.local_addr().expect("it is bound");
+    (listener, address)
+}
+
+/// What the steps between reading and forwarding take, one after the other.
+fn phases(fleet: &Fleet, body_bytes: usize) {
+    let bodies: Vec<Bytes> = requests(body_bytes, false)
+        .into_iter()
+        .map(|request| {
+            let head = request
+                .windows(4)
+                .position(|four| four == b"\r\n\r\n")
+                .expect("a head");
+            Bytes::from(request).slice(head + 4..)
+        })
+        .collect();
+    let router = &fleet.router;
+    let path = "/v1/chat/completions";
+    let parsed: Vec<_> = bodies
+        .iter()
+        .map(|body| parse(path, body).expect("well formed"))
+        .collect();
+    let identities: Vec<_> = parsed
+        .iter()
+        .map(|parsed| router.reader().identify(parsed))
+        .collect();
+    let ask = |i: usize| RoutingRequest {
+        model: "m",
+        identity: &identities[i],
+        request_id: "0123456789abcdef0123456789abcdef",
+        user: &ADA,
+        headers: None,
+        policy: None,
+        labels: &[],
+        excluded: &[],
+        waiting_here: 0,
+    };
+    let decisions: Vec<_> = (0..PROMPTS)
+        .map(|i| {
+            router
+                .decider()
+                .decide(&ask(i), tokio::time::Instant::now())
+                .expect("a backend is healthy")
+        })
+        .collect();
+    let now = tokio::time::Instant::now;
+    let us = [
+        time_us(|i| drop(parse(path, &bodies[i]))),
+        time_us(|i| drop(router.reader().identify(&parsed[i]))),
+        time_us(|i| drop(router.decider().decide(&ask(i), now()))),
+        time_us(|i| {
+            router
+                .dispatcher()
+                .dispatch(&decisions[i], &ask(i), DispatchTerms::default(), now())
+                .end(AttemptEnd::Finished, now());
+        }),
+    ];
+    println!(
+        "{:>6} bytes: parse {:.1}, identify {:.1}, decide {:.1}, dispatch and end {:.1}",
+        body_bytes, us[0], us[1], us[2], us[3]
+    );
+}
+
+/// Mean us of this thread's CPU that `work` takes over the prompts.
+fn time_us(mut work: impl FnMut(usize)) -> f64 {
+    const ROUNDS: usize = 400;
+    // The kernel brings the figure up to date when the thread is switched out.
+    let cpu = || {
+        thread::yield_now();
+        cpu_ns("thread-self")
+    };
+    let before = cpu();
+    for _ in 0..ROUNDS {
+        (0..PROMPTS).for_each(&mut work);
+    }
+    (cpu() - before) as f64 / 1e3 / (ROUNDS * PROMPTS) as f64
+}
