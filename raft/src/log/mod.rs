@@ -26,6 +26,7 @@ use std::io;
 use std::ops::{Bound, Range, RangeBounds};
 use std::sync::{Arc, Mutex};
 
+use bytes::Bytes;
 use futures_util::Stream;
 use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use tokio::sync::oneshot;
@@ -94,6 +95,15 @@ pub(crate) fn weight(entry: &Entry) -> usize {
         Payload::Normal(command) => OVERHEAD + command.0.len(),
         Payload::Blank | Payload::Membership(_) => OVERHEAD,
     }
+}
+
+/// The entry with its command in memory of its own. A command that a peer sent is a part of the
+/// 8 KiB that its connection read at once, and would keep all of it.
+fn with_own_memory(mut entry: Entry) -> Entry {
+    if let Payload::Normal(command) = &mut entry.payload {
+        command.0 = Bytes::copy_from_slice(&command.0);
+    }
+    entry
 }
 
 impl LogStore {
@@ -456,7 +466,7 @@ impl RaftLogStorage<Config> for LogStore {
         I: IntoIterator<Item = Entry> + Send,
         I::IntoIter: Send,
     {
-        let entries: Vec<Entry> = entries.into_iter().collect();
+        let entries: Vec<Entry> = entries.into_iter().map(with_own_memory).collect();
         {
             let mut state = lock(&self.memory.0);
             for entry in &entries {

@@ -150,6 +150,19 @@ async fn entries_out_of_memory_are_read_from_disk() {
 }
 
 #[tokio::test]
+async fn a_cached_entry_keeps_nothing_of_what_it_was_read_from() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut log = open(&folder, &Storage::Memory(MemoryDisk::new())).unwrap();
+    let read: Arc<[u8]> = Arc::from([7; 8192]);
+    let slice = Bytes::from_owner(read.clone()).slice(100..110);
+    let mut entry = entries(1, 0..1, 1).remove(0);
+    entry.payload = Payload::Normal(types::Command(slice));
+    log.blocking_append([entry]).await.unwrap();
+    assert_eq!(lock(&log.memory.0).cache.len(), 1);
+    assert_eq!(Arc::strong_count(&read), 1);
+}
+
+#[tokio::test]
 async fn a_failed_disk_is_never_written_again() {
     let folder = tempfile::tempdir().unwrap();
     let disk = MemoryDisk::new();
