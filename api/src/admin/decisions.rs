@@ -261,7 +261,7 @@ impl DecisionSummary {
         let hash_seed = admin.view.registry().hash_seed;
         let attempts = record.attempts();
         Self {
-            request_id: String::from_utf8_lossy(record.id.as_bytes()).into_owned(),
+            request_id: record.id.to_string(),
             replica: admin.decisions.replica(),
             at_ms: record.at_ms,
             path: record.path.to_string(),

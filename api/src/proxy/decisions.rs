@@ -56,7 +56,8 @@ struct KeptRequest {
 pub struct RequestRecord {
     /// Its place among all that this replica has kept since its start, from 0.
     pub(crate) number: u64,
-    pub(crate) id: HeaderValue,
+    /// A text of its own: a header's value would keep the 16 KiB that its connection read at once.
+    pub(crate) id: Box<str>,
     pub(crate) path: Box<str>,
     pub(crate) model: Box<str>,
     pub(crate) user: UserName,
@@ -148,7 +149,7 @@ impl DecisionLog {
         let id_hash = xxh3_64(id.as_bytes());
         let record = |number| RequestRecord {
             number,
-            id: id.clone(),
+            id: String::from_utf8_lossy(id.as_bytes()).into(),
             path: path.into(),
             model: request.parsed.model.as_str().into(),
             user: request.user.clone(),
