@@ -88,6 +88,7 @@ fn is_set(key: &SettingKey, registry: &Registry) -> bool {
         SettingKey::Policy | SettingKey::PolicySetting { .. } => registry.initialised,
         SettingKey::Routing(_) => registry.routing.is_some(),
         SettingKey::Admission(_) => registry.admission.is_some(),
+        SettingKey::UserDefault(_) => registry.are_user_defaults_set,
         SettingKey::ModelPolicy(_)
         | SettingKey::ModelSetting { .. }
         | SettingKey::Backend { .. } => true,

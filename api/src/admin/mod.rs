@@ -40,6 +40,7 @@ mod roles;
 mod routes;
 mod stream;
 mod tokens;
+mod user_defaults;
 mod users;
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use http::Method;
 use super::roles::{AdminRole, Permission};
 use super::{
     AdminState, admission, audit, backends, backup, bins, caches, cluster, config, decisions,
-    explain, keys, ownership, policy, probes, reload, restore, stream, users,
+    explain, keys, ownership, policy, probes, reload, restore, stream, user_defaults, users,
 };
 
 const OPEN: Permission = Permission::Open;
@@ -155,6 +155,12 @@ pub(super) const ROUTES: &[RouteInfo] = &[
         methods: &[("POST", OPERATOR)],
         what: "forget what the user has used of its limits per window; counters stay",
         handlers: || post(users::forgive),
+    },
+    RouteInfo {
+        path: "/admin/v1/user-defaults",
+        methods: &[("GET", VIEWER), ("PUT", OPERATOR)],
+        what: "what users have who were not given their own: weight, limits, budget, cache",
+        handlers: || get(user_defaults::show).merge(put(user_defaults::put)),
     },
     RouteInfo {
         path: "/admin/v1/cache",

@@ -8,7 +8,7 @@ use state::budgets::{Budget, BudgetPeriod, BudgetStatus};
 use state::command::{Command, UserChanges, UserSpec};
 use state::ids::{LogIndex, UserKey};
 use state::quotas::{RemainingLimits, UserLimits};
-use state::users::{UserUsage, UserView, WEIGHT_MILLI_DEFAULT};
+use state::users::{UserUsage, UserView};
 
 use super::admission::{DEPRECATION, WARNING};
 use super::answer::{
@@ -42,10 +42,10 @@ struct UserDetail {
     scope: Option<ShownScope>,
     /// Remainder of the effective limits; `null`: unlimited.
     left: RemainingLimits,
-    /// Tokens per day and month (UTC); absent: no budget.
+    /// Tokens per day and month (UTC) set for this user; absent: the default counts.
     #[serde(skip_serializing_if = "Option::is_none")]
     budget: Option<Budget>,
-    /// What is used of it.
+    /// What is used of the budget that counts; absent: there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     budget_left: Option<BudgetsLeft>,
     /// Models that the user may use; absent: all.
@@ -96,7 +96,7 @@ struct QueuedRequests {
 
 impl UserDetail {
     fn of(user: &UserView, admin: &Admin, unix_ms: u64) -> Self {
-        let budget = Some(user.budget).filter(|it| !it.budget.is_unbounded());
+        let counts = Some(user.budget).filter(|it| !it.budget.is_unbounded());
         Self {
             scope: admin.view.caches().own(user.key).map(ShownScope::from),
             name: user.name.to_string(),
@@ -111,8 +111,8 @@ impl UserDetail {
             },
             limits: user.limits.as_ref().map(UserLimitsForm::from),
             left: user.left,
-            budget: budget.map(|it| it.budget),
-            budget_left: budget.map(|it| BudgetsLeft::of(&it, unix_ms)),
+            budget: user.own_budget,
+            budget_left: counts.map(|it| BudgetsLeft::of(&it, unix_ms)),
             models: user.models.clone(),
             total: user.total,
             window: user.window,
@@ -259,11 +259,7 @@ impl PutUserBody {
     /// The command for what the body has: the one that most builds know.
     fn command(self, name: String, limits: Option<UserLimits>) -> Result<Command, Problem> {
         let budget = self.budget()?;
-        let has_more = limits.is_some() || budget.is_some() || self.models.is_some();
-        let is_read = self.is_configured == Some(false) && has_more;
-        // Written back as it was read of a user without a weight of its own, it gives it none.
-        let is_set = |weight_milli: &u32| !is_read || *weight_milli != WEIGHT_MILLI_DEFAULT;
-        let weight_milli = self.weight_milli.filter(is_set);
+        let weight_milli = self.weight_milli;
         for model in self.models.iter().flatten() {
             pattern_of("models", model)?;
         }
@@ -287,6 +283,17 @@ impl PutUserBody {
                 user: UserSpec { name, weight_milli },
                 limits,
             }),
+        }
+    }
+
+    /// Forgets the weight of a user without one of its own that was read with more: written back, it
+    /// gives it none.
+    fn forget_shown_weight(&mut self, shown_milli: u32) {
+        let has_scope = self.cache.is_some() || self.cache_group.is_some();
+        let has_more =
+            self.limits.is_some() || self.budget.is_some() || self.models.is_some() || has_scope;
+        if self.is_configured == Some(false) && has_more && self.weight_milli == Some(shown_milli) {
+            self.weight_milli = None;
         }
     }
 
@@ -321,7 +328,7 @@ fn within(field: &str, mut faults: Vec<SettingFault>) -> Vec<SettingFault> {
 pub(super) async fn put(
     State(admin): State<AdminState>,
     PathParam(name): PathParam<String>,
-    ReadBackJson(body): ReadBackJson<PutUserBody>,
+    ReadBackJson(mut body): ReadBackJson<PutUserBody>,
 ) -> Result<Response, Problem> {
     if let Err(problem) = name_of("name", &name) {
         // A name that a request gave itself can still be limited.
@@ -338,6 +345,7 @@ pub(super) async fn put(
         return Err(invalid("name", found));
     }
     let scope = scope_of(body.cache, body.cache_group.as_ref())?;
+    body.forget_shown_weight(admin.view.registry().user_defaults.weight_milli);
     if body.is_as_unconfigured() && scope.is_none() {
         at_level(&admin, ReadLevel::Linearizable).await?;
         let mut known = None;

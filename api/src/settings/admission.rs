@@ -69,7 +69,7 @@ pub struct AdmissionForm {
     pub batching: Batching,
     /// What `adaptive` keeps.
     pub sla: SlaForm,
-    /// Limits of users without limits of their own.
+    /// Limits of users without limits of their own. `[users.defaults.limits]` sets the same ones.
     pub user_limits: UserLimitsForm,
 }
 
@@ -216,7 +216,7 @@ pub fn read_budget(document: &Value) -> Result<Budget, Vec<SettingFault>> {
     read_form(&BUDGET, document)
 }
 
-fn read_form<T: DeserializeOwned>(
+pub(super) fn read_form<T: DeserializeOwned>(
     schema: &Value,
     document: &Value,
 ) -> Result<T, Vec<SettingFault>> {

@@ -12,10 +12,10 @@ use arc_swap::ArcSwap;
 use serde_json::Value;
 use state::Registry;
 use state::admission::AdmissionSettings;
-use state::command::BackendSpec;
+use state::command::{BackendSpec, UserDefaults};
 use state::policy::{PolicyConfig, RoutingSettings};
 
-use super::AdmissionForm;
+use super::{AdmissionForm, UserDefaultsForm};
 
 /// Key of a replicated setting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,6 +44,8 @@ pub enum SettingKey {
     },
     /// A key of `[admission]`, with those of the tables that it is in.
     Admission(String),
+    /// A key of `[users.defaults]`, with those of the tables that it is in.
+    UserDefault(String),
     /// A key of a backend.
     Backend {
         /// Id of the backend.
@@ -67,6 +69,7 @@ impl fmt::Display for SettingKey {
                 name,
             } => write!(f, "models.{model}.{policy}.{name}"),
             Self::Admission(path) => write!(f, "admission.{path}"),
+            Self::UserDefault(path) => write!(f, "users.defaults.{path}"),
             Self::Backend { id, name } => write!(f, "backends.{id}.{name}"),
         }
     }
@@ -84,6 +87,8 @@ pub struct ReplicatedSettings<'a> {
     pub routing: &'a RoutingSettings,
     /// Admission settings.
     pub admission: &'a AdmissionSettings,
+    /// What users have without their own.
+    pub user_defaults: &'a UserDefaults,
 }
 
 impl ReplicatedSettings<'_> {
@@ -119,14 +124,10 @@ impl ReplicatedSettings<'_> {
                 values.insert(key, value);
             }
         }
-        for (name, value) in fields(&AdmissionForm::from(self.admission)) {
-            match value {
-                Value::Object(table) => values.extend(table.into_iter().map(|(below, value)| {
-                    (SettingKey::Admission(format!("{name}.{below}")), value)
-                })),
-                value => drop(values.insert(SettingKey::Admission(name), value)),
-            }
-        }
+        let admission = leaves(&AdmissionForm::from(self.admission));
+        values.extend(admission.map(|(path, value)| (SettingKey::Admission(path), value)));
+        let defaults = leaves(&UserDefaultsForm::from(self.user_defaults));
+        values.extend(defaults.map(|(path, value)| (SettingKey::UserDefault(path), value)));
         for spec in backends {
             for (name, value) in fields(spec) {
                 let id = spec.id.clone();
@@ -148,6 +149,18 @@ fn fields(settings: &impl serde::Serialize) -> serde_json::map::IntoIter {
     fields.into_iter()
 }
 
+/// The fields of settings that may have tables in them, by path.
+fn leaves<T: serde::Serialize>(settings: &T) -> impl Iterator<Item = (String, Value)> + use<T> {
+    fields(settings).flat_map(|(name, value)| match value {
+        Value::Object(table) => {
+            let below = table.into_iter();
+            let below = below.map(|(below, value)| (format!("{name}.{below}"), value));
+            below.collect::<Vec<_>>()
+        }
+        value => vec![(name, value)],
+    })
+}
+
 /// Returns the settings in effect in a cluster: its own, and the defaults for what it never set.
 #[must_use]
 pub fn in_effect(registry: &Registry) -> SettingValues {
@@ -157,6 +170,7 @@ pub fn in_effect(registry: &Registry) -> SettingValues {
         policy: &registry.policy,
         routing: &routing,
         admission: &admission,
+        user_defaults: &registry.user_defaults,
     };
     settings.values(registry.backends.iter().map(|backend| &backend.spec))
 }
@@ -201,7 +215,8 @@ pub fn differences(
         SettingKey::Policy
         | SettingKey::Routing(_)
         | SettingKey::ModelPolicy(_)
-        | SettingKey::Admission(_) => true,
+        | SettingKey::Admission(_)
+        | SettingKey::UserDefault(_) => true,
     };
     let stated = stated.iter().filter(|(key, _)| is_comparable(key));
     let differing = stated.filter_map(|(key, file)| {
@@ -338,6 +353,8 @@ mod tests {
             (model("lmetric", "base_tokens"), json!(7)),
             (SettingKey::ModelPolicy("n".to_owned()), json!("random")),
             (SettingKey::Admission("sla.min_batch".to_owned()), json!(2)),
+            (SettingKey::UserDefault("budget.day".to_owned()), json!(9)),
+            (SettingKey::UserDefault("cache".to_owned()), json!("shared")),
             (backend("url"), json!("http://a:1")),
             // The backend is missing altogether.
             (backend("capacity_blocks"), json!(5)),
@@ -347,6 +364,7 @@ mod tests {
             "models.n.policy: file \"random\", cluster nothing",
             "models.m.lmetric.base_tokens: file 7, cluster 256",
             "admission.sla.min_batch: file 2, cluster 1",
+            "users.defaults.budget.day: file 9, cluster nothing",
             "backends.gpu-1.url: file \"http://a:1\", cluster nothing",
         ];
         assert_eq!(told(&other), expected);
@@ -380,6 +398,9 @@ mod tests {
             "models.m.lmetric.base_tokens",
             "admission.max_queue",
             "admission.user_limits.window",
+            "users.defaults.weight_milli",
+            "users.defaults.limits.window",
+            "users.defaults.budget.month",
             "backends.gpu-1.url",
             "backends.gpu-1.capacity_blocks",
         ] {

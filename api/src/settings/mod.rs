@@ -9,6 +9,7 @@ mod admission;
 mod form;
 mod listing;
 mod schema;
+mod users;
 
 pub use admission::{
     AdmissionForm, SlaForm, UserLimitsForm, are_former_limits, is_former, read_budget,
@@ -24,3 +25,4 @@ pub use listing::{
 pub use schema::{
     SettingFault, expected, fit, join, properties, required, schema_of, simplify, table, valid_part,
 };
+pub use users::{DefaultCache, UserDefaultsForm};

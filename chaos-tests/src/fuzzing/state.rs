@@ -8,10 +8,12 @@ use std::collections::BTreeMap;
 
 use state::RouterState;
 use state::admission::AdmissionSettings;
+use state::budgets::Budget;
+use state::caches::CacheScope;
 use state::codec::{decode_envelope, decode_reply, encode_envelope, encode_reply};
 use state::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Envelope, Item, Lane, LeaseOutcome,
-    Rejection, Reply, UserSpec,
+    Rejection, Reply, UserChanges, UserDefaults, UserSpec,
 };
 use state::grants::Wait;
 use state::ids::{
@@ -229,7 +231,37 @@ fn every_command(state: &RouterState) -> Vec<Command> {
             user: bob(500),
             limits: UserLimits::default(),
         },
+        Command::ConfigureUser(Box::new(UserChanges {
+            name: "bob".to_owned(),
+            weight_milli: Some(1500),
+            limits: Some(UserLimits::default()),
+            budget: Some(Budget {
+                day: Some(700),
+                month: None,
+            }),
+            models: Some(vec!["m*".to_owned()]),
+        })),
         learnt(handles[0]),
+        Command::SetCacheScope {
+            user: Some("eve".to_owned()),
+            scope: Some(CacheScope::Group("team".to_owned())),
+        },
+        Command::PutUserDefaults(Box::new(UserDefaults {
+            weight_milli: 700,
+            limits: UserLimits {
+                requests: Some(9),
+                ..UserLimits::default()
+            },
+            budget: Budget {
+                day: None,
+                month: Some(900),
+            },
+            cache: CacheScope::Own,
+        })),
+        learnt(handles[0]),
+        Command::ForgiveUser {
+            name: "bob".to_owned(),
+        },
         Command::DeleteUser {
             name: "bob".to_owned(),
         },

@@ -7,9 +7,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use state::RouterState;
-use state::command::{Command, Rejection, Reply, UserChanges, UserSpec};
+use state::admission::AdmissionSettings;
+use state::command::{Command, Rejection, Reply, UserChanges, UserDefaults, UserSpec};
 use state::ids::ApiKeyId;
 use state::keys::ApiKeySpec;
+use state::quotas::UserLimits;
 
 /// A part of the state that is written and read as a whole.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,8 +22,12 @@ pub enum RegisterKey {
     Policy,
     /// What routing follows beside the policy.
     Routing,
-    /// How requests are admitted.
+    /// How requests are admitted, but for the limits of all users.
     Admission,
+    /// Limits of users without their own.
+    DefaultLimits,
+    /// Weight and budget of users without their own, once they were set.
+    UserDefaults,
     /// A user's weight.
     Weight(String),
     /// A user's limits.
@@ -75,8 +81,23 @@ impl RegisterKey {
                 return weight.into_iter().chain(limits).chain(budget).collect();
             }
             Command::FoundWithSettings(_) => {
-                return vec![Self::Policy, Self::Routing, Self::Admission];
+                return vec![
+                    Self::Policy,
+                    Self::Routing,
+                    Self::Admission,
+                    Self::DefaultLimits,
+                ];
             }
+            Command::FoundWithUserDefaults { .. } => {
+                return vec![
+                    Self::Policy,
+                    Self::Routing,
+                    Self::Admission,
+                    Self::DefaultLimits,
+                    Self::UserDefaults,
+                ];
+            }
+            Command::PutUserDefaults(_) => return vec![Self::UserDefaults, Self::DefaultLimits],
             Command::PutBackend(spec) => Self::Backend(spec.id.clone()),
             Command::DeleteBackend { name } | Command::SetDraining { name, .. } => {
                 Self::Backend(name.clone())
@@ -86,7 +107,7 @@ impl RegisterKey {
                 Self::Policy
             }
             Command::PutRouting(_) => Self::Routing,
-            Command::PutAdmission(_) => Self::Admission,
+            Command::PutAdmission(_) => return vec![Self::DefaultLimits, Self::Admission],
             Command::PutUserLimits { name, .. } => Self::Limits(name.clone()),
             Command::Batch { .. }
             | Command::ExpireSession { .. }
@@ -122,7 +143,16 @@ impl RegisterKey {
                 .registry()
                 .admission
                 .as_ref()
-                .map(|it| format!("{it:?}")),
+                .map(admission),
+            Self::DefaultLimits => {
+                let limits = view.registry().user_defaults.limits;
+                (!limits.is_unbounded()).then(|| format!("{limits:?}"))
+            }
+            Self::UserDefaults => {
+                let registry = view.registry();
+                let is_set = registry.are_user_defaults_set;
+                is_set.then(|| user_defaults(&registry.user_defaults))
+            }
             Self::Weight(name) => state
                 .user_named(name)
                 .filter(|user| user.is_configured)
@@ -132,8 +162,8 @@ impl RegisterKey {
                 .limits
                 .map(|limits| format!("{limits:?}")),
             Self::Budget(name) => {
-                let budget = state.user_named(name)?.budget.budget;
-                (!budget.is_unbounded()).then(|| format!("{budget:?}"))
+                let budget = state.user_named(name)?.own_budget?;
+                Some(format!("{budget:?}"))
             }
             Self::ApiKey(id) => view.keys().get(*id).map(|key| format!("{:?}", key.spec)),
         }
@@ -150,6 +180,8 @@ impl Registers {
             RegisterKey::Policy
             | RegisterKey::Routing
             | RegisterKey::Admission
+            | RegisterKey::DefaultLimits
+            | RegisterKey::UserDefaults
             | RegisterKey::Weight(_)
             | RegisterKey::Limits(_)
             | RegisterKey::Budget(_)
@@ -194,7 +226,22 @@ impl Registers {
             self.write(&Command::PutRouting(founding.routing.clone()));
             return self.write(&Command::PutAdmission(founding.admission.clone()));
         }
+        if let Command::FoundWithUserDefaults { founding, defaults } = command {
+            return match self.write(&Command::FoundWithSettings(founding.clone())) {
+                Reply::Applied => self.write(&Command::PutUserDefaults(defaults.clone())),
+                refused => refused,
+            };
+        }
         match command {
+            Command::PutAdmission(settings) => {
+                self.set(RegisterKey::Admission, admission(settings));
+                self.limit_all(&settings.user_limits)
+            }
+            Command::PutUserDefaults(defaults) => {
+                self.default_admission(defaults);
+                self.set(RegisterKey::UserDefaults, user_defaults(defaults));
+                self.limit_all(&defaults.limits)
+            }
             Command::CreateKey(spec) => self.create_key(spec),
             Command::RevokeKey { id } => self.revoke_key(*id),
             Command::EndKey { id } => {
@@ -244,7 +291,6 @@ impl Registers {
                 format!("{policy:?}")
             }
             Command::PutRouting(settings) => format!("{settings:?}"),
-            Command::PutAdmission(settings) => format!("{settings:?}"),
             Command::PutUserLimits { limits, .. } if limits.is_unbounded() => {
                 self.held.remove(&key);
                 return Reply::Applied;
@@ -268,6 +314,27 @@ impl Registers {
         let (text, draining) = (format!("{spec:?}"), false);
         self.held.insert(key, Register { text, draining });
         Reply::Applied
+    }
+
+    fn set(&mut self, key: RegisterKey, text: String) {
+        let draining = false;
+        self.held.insert(key, Register { text, draining });
+    }
+
+    fn limit_all(&mut self, limits: &UserLimits) -> Reply {
+        match limits.is_unbounded() {
+            true => drop(self.held.remove(&RegisterKey::DefaultLimits)),
+            false => self.set(RegisterKey::DefaultLimits, format!("{limits:?}")),
+        }
+        Reply::Applied
+    }
+
+    /// Limits for all are part of the settings of admission, which begin with them.
+    fn default_admission(&mut self, defaults: &UserDefaults) {
+        let key = RegisterKey::Admission;
+        if defaults.limits != UserLimits::default() && !self.held.contains_key(&key) {
+            self.set(key, admission(&AdmissionSettings::default()));
+        }
     }
 
     fn revoke_key(&mut self, id: ApiKeyId) -> Reply {
@@ -302,8 +369,29 @@ fn validate(command: &Command) -> Result<(), Rejection> {
         Command::PutUserLimits { limits, .. } => limits.validate(),
         Command::SetUser { user, limits } => user.validate().and_then(|()| limits.validate()),
         Command::ConfigureUser(changes) => changes.validate(),
+        Command::PutUserDefaults(defaults) | Command::FoundWithUserDefaults { defaults, .. } => {
+            defaults.validate()
+        }
+        Command::SetCacheScope {
+            scope: Some(scope), ..
+        } => scope.validate(),
         _ => Ok(()),
     }
+}
+
+/// Settings of admission but for the limits of all users.
+pub(super) fn admission(settings: &AdmissionSettings) -> String {
+    let user_limits = UserLimits::default();
+    let settings = AdmissionSettings {
+        user_limits,
+        ..settings.clone()
+    };
+    format!("{settings:?}")
+}
+
+/// Defaults but for the limits and the cache scope, which other commands set too.
+pub(super) fn user_defaults(defaults: &UserDefaults) -> String {
+    format!("{}, {:?}", defaults.weight_milli, defaults.budget)
 }
 
 fn backend(spec: &str, draining: bool) -> String {

@@ -19,8 +19,9 @@ use std::rc::Rc;
 use stateright::semantics::{ConsistencyTester, LinearizabilityTester, SequentialSpec};
 
 use super::history::{Action, History, Operation, OperationResult};
-use super::register::{RegisterKey, RegisterText, parts_of};
+use super::register::{RegisterKey, RegisterText, admission, parts_of, user_defaults};
 use state::command::{Command, Rejection, Reply};
+use state::quotas::UserLimits;
 
 /// Most operations of one piece.
 pub const OPERATIONS_MAX: usize = 48;
@@ -167,6 +168,13 @@ impl Texts {
         Some((self.number(value), false))
     }
 
+    fn limits(&mut self, limits: &UserLimits) -> RegisterOp {
+        match limits.is_unbounded() {
+            true => RegisterOp::Clear,
+            false => RegisterOp::Set(self.number(&format!("{limits:?}"))),
+        }
+    }
+
     /// What an action does to `key`.
     fn op(&mut self, key: &RegisterKey, action: &Action) -> RegisterOp {
         let Action::Write(command) = action else {
@@ -179,17 +187,21 @@ impl Texts {
             Command::PutUser(spec) => RegisterOp::Set(self.number(&spec.weight_milli.to_string())),
             Command::PutPolicy(policy) => RegisterOp::Set(self.number(&format!("{policy:?}"))),
             Command::PutRouting(settings) => RegisterOp::Set(self.number(&format!("{settings:?}"))),
-            Command::PutAdmission(settings) => {
-                RegisterOp::Set(self.number(&format!("{settings:?}")))
+            Command::PutAdmission(settings) if *key == RegisterKey::Admission => {
+                RegisterOp::Set(self.number(&admission(settings)))
+            }
+            Command::PutAdmission(settings) => self.limits(&settings.user_limits),
+            Command::PutUserDefaults(defaults) if *key == RegisterKey::DefaultLimits => {
+                self.limits(&defaults.limits)
+            }
+            Command::PutUserDefaults(defaults) => {
+                RegisterOp::Set(self.number(&user_defaults(defaults)))
             }
             Command::SetUser { user, .. } if matches!(key, RegisterKey::Weight(_)) => {
                 RegisterOp::Set(self.number(&user.weight_milli.to_string()))
             }
             Command::PutUserLimits { limits, .. } | Command::SetUser { limits, .. } => {
-                match limits.is_unbounded() {
-                    true => RegisterOp::Clear,
-                    false => RegisterOp::Set(self.number(&format!("{limits:?}"))),
-                }
+                self.limits(limits)
             }
             Command::ConfigureUser(changes) => {
                 let mut parts = parts_of(changes).into_iter();

@@ -106,19 +106,28 @@ pub(super) fn first_command(
 fn founding(config: &Config, hashing: BlockHasher) -> Command {
     let (hash_seed, policy) = (hashing.seed, config.policy.clone());
     let fairness = FairnessSettings::default();
-    match hashing.secret {
-        Some(hash_secret) => Command::FoundWithSettings(Box::new(Founding {
-            hash_seed,
-            hash_secret,
-            policy,
-            fairness,
-            routing: config.routing.clone(),
-            admission: config.admission.clone(),
-        })),
-        None => Command::InitCluster {
+    let Some(hash_secret) = hashing.secret else {
+        return Command::InitCluster {
             hash_seed,
             policy,
             fairness,
+        };
+    };
+    let founding = Box::new(Founding {
+        hash_seed,
+        hash_secret,
+        policy,
+        fairness,
+        routing: config.routing.clone(),
+        admission: config.admission.clone(),
+    });
+    let defaults = &config.user_defaults;
+    match defaults.are_of_any_cluster() {
+        // Replicas of an earlier build can take part.
+        true => Command::FoundWithSettings(founding),
+        false => Command::FoundWithUserDefaults {
+            founding,
+            defaults: Box::new(defaults.clone()),
         },
     }
 }

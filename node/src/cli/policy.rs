@@ -1,4 +1,4 @@
-//! `quorate policy`, `routing` and `admission`: replicated settings, each replaced as a whole.
+//! `quorate policy`, `routing`, `admission` and `user defaults`: replicated settings, each replaced as a whole.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -64,7 +64,7 @@ pub(super) enum SettingsCommand {
     Set(SetSettingsArgs),
 }
 
-/// `quorate admission set`, `quorate routing set`.
+/// `quorate admission set`, `quorate routing set`, `quorate user defaults set`.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("source").required(true).args(["settings", "file"]))]
 pub(super) struct SetSettingsArgs {

@@ -264,6 +264,7 @@ fn path_of(key: &SettingKey) -> String {
             "/admin/v1/routing".to_owned()
         }
         SettingKey::Admission(_) => "/admin/v1/admission".to_owned(),
+        SettingKey::UserDefault(_) => "/admin/v1/user-defaults".to_owned(),
         SettingKey::Backend { id, .. } => format!("/admin/v1/backends/{id}"),
     }
 }
@@ -327,11 +328,20 @@ fn overlay(body: &mut Value, difference: &Difference, stated: &SettingValues) {
         SettingKey::ModelSetting { model, name, .. } => {
             body["models"][model.as_str()][name.as_str()] = file;
         }
-        SettingKey::Admission(path) => {
-            let parts = path.split('.');
-            *parts.fold(body, |table, part| &mut table[part]) = file;
+        SettingKey::Admission(path) => set_at(body, path, file),
+        SettingKey::UserDefault(path) => {
+            if path == "cache" && file == "shared" {
+                // Of no group.
+                body["cache_group"] = Value::Null;
+            }
+            set_at(body, path, file);
         }
     }
+}
+
+fn set_at(body: &mut Value, path: &str, value: Value) {
+    let parts = path.split('.');
+    *parts.fold(body, |table, part| &mut table[part]) = value;
 }
 
 fn with_settings(

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use super::client::encoded;
 use super::edit::{WriteArgs, document};
+use super::policy::{self, SettingsCommand};
 use super::read::{ReadArgs, details, limits, print_json, thousandths};
 use super::table::cell;
 
@@ -28,6 +29,9 @@ pub(super) enum UserCommand {
     },
     /// Set a user's weight, limits, budget, models and cache; what is not given stays
     Set(SetUserArgs),
+    /// Show or change what users have who were not given their own
+    #[command(subcommand)]
+    Defaults(SettingsCommand),
     /// Delete a user who has no requests
     Delete {
         /// Name of the user
@@ -66,7 +70,7 @@ pub(super) struct SetUserArgs {
     /// Length of the window, such as `1m`
     #[arg(long, value_name = "DURATION")]
     window: Option<String>,
-    /// Remove the user's own limits, so that those of all users apply
+    /// Remove the user's own limits, so that the default ones apply
     #[arg(long, conflicts_with = "bound")]
     no_limits: bool,
     /// Tokens per day (UTC), prompts and answers together
@@ -75,7 +79,7 @@ pub(super) struct SetUserArgs {
     /// Tokens per month (UTC), prompts and answers together
     #[arg(long, value_name = "TOKENS")]
     budget_month: Option<u64>,
-    /// Remove the user's budget
+    /// Remove the user's budget, so that the default counts
     #[arg(long, conflicts_with = "budget")]
     no_budget: bool,
     /// A model that the user may use, or the beginning of names and `*`; may be repeated. They replace
@@ -124,6 +128,7 @@ pub(super) async fn run(command: UserCommand) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         UserCommand::Set(args) => set(args).await,
+        UserCommand::Defaults(command) => policy::settings("user-defaults", command).await,
         UserCommand::Delete { name, write } => {
             let path = path_of(&name);
             let answer = write.target.send(Method::DELETE, &path, None).await?;

@@ -3,8 +3,9 @@
 
 use api::admin::AdminTokens;
 use api::proxy::ApiKeys;
-use api::settings::FileSettings;
+use api::settings::{FileSettings, UserDefaultsForm};
 use state::admission::AdmissionSettings;
+use state::command::UserDefaults;
 use state::ids::ReplicaId;
 
 use super::admission::AdmissionConfig;
@@ -36,7 +37,8 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     let engine_keys = engines::keys(&file, found);
     let server_names = engines::server_names(&file, found);
     let engine_addresses = engines::check_addresses(&file, found);
-    let admission = admission(&file.admission, found);
+    let mut admission = admission(&file.admission, found);
+    let user_defaults = user_defaults(&file.users.defaults, &mut admission, found);
     let policies = file.routing.policies.clone().policies();
     routing::check_policies(&policies, found);
     Config {
@@ -52,6 +54,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         api_keys,
         admin_tokens,
         admission,
+        user_defaults,
         secret_files: engines::secret_files(&file),
         policy: routing::named(&policies, &file.routing.policy),
         routing: routing::settings(&file, &policies, found),
@@ -225,4 +228,32 @@ fn admission(config: &AdmissionConfig, found: &mut Settings) -> AdmissionSetting
         found.refuse_value(&format!("admission.{}", fault.key), &fault.expected);
     }
     config.founding.settings()
+}
+
+/// Returns what users of a new cluster have without their own. Limits for all users can be written in
+/// two places.
+fn user_defaults(
+    form: &UserDefaultsForm,
+    admission: &mut AdmissionSettings,
+    found: &mut Settings,
+) -> UserDefaults {
+    if let Some(fault) = form.misfit()
+        && found.is_sound("users.defaults")
+    {
+        found.refuse_value(&format!("users.defaults.{}", fault.key), &fault.expected);
+    }
+    let mut defaults = form.settings();
+    let here = found.first_within("users.defaults.limits");
+    let there = found.first_within("admission.user_limits");
+    match (here, there) {
+        (None, _) => defaults.limits = admission.user_limits,
+        (Some(_), None) => admission.user_limits = defaults.limits,
+        (Some(here), Some(there)) => {
+            let message = format!("{here} is set, and so is {there}");
+            let expected = "limits of all users in one of [users.defaults.limits] and \
+                            [admission.user_limits], which are the same";
+            found.refuse(&here, message, expected);
+        }
+    }
+    defaults
 }

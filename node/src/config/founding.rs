@@ -47,6 +47,7 @@ pub(super) fn founds(section: &str, name: &str) -> bool {
         "models" => name == "policy",
         "admission" if below.is_empty() => KEYS.admission.contains(name),
         "admission" => KEYS.admission.contains(below),
+        "users" => below == "defaults" || below.starts_with("defaults."),
         "backends" => name != "id" && KEYS.backends.contains(name),
         _ => false,
     }
@@ -62,6 +63,7 @@ pub(super) fn file_settings(
         policy: &config.policy,
         routing: &config.routing,
         admission: &config.admission,
+        user_defaults: &config.user_defaults,
     };
     let founding = founding.values(config.backends.iter());
     let is_stated = |key: &SettingKey| {
@@ -83,7 +85,10 @@ fn path_of(key: &SettingKey, values: &Value) -> Option<String> {
         Some(format!("{list}[{nth}]"))
     };
     Some(match key {
-        SettingKey::Policy | SettingKey::Routing(_) | SettingKey::Admission(_) => key.to_string(),
+        SettingKey::Policy
+        | SettingKey::Routing(_)
+        | SettingKey::Admission(_)
+        | SettingKey::UserDefault(_) => key.to_string(),
         SettingKey::PolicySetting { policy, name }
         | SettingKey::ModelSetting { policy, name, .. } => format!("routing.{policy}.{name}"),
         SettingKey::ModelPolicy(model) => join(&entry("models", "name", model)?, "policy"),

@@ -43,7 +43,7 @@ use api::routing::SelectSettings;
 use api::settings::FileSettings;
 use serde_json::Value;
 use state::admission::AdmissionSettings;
-use state::command::BackendSpec;
+use state::command::{BackendSpec, UserDefaults};
 use state::ids::ReplicaId;
 use state::policy::{POLICY_NAMES, PolicyConfig, RoutingSettings};
 
@@ -115,6 +115,8 @@ pub struct Config {
     pub secret_files: Vec<PathBuf>,
     /// Admission settings of a new cluster.
     pub admission: AdmissionSettings,
+    /// What users of a new cluster have who were not given their own.
+    pub user_defaults: UserDefaults,
     /// Maximum waiting time in overload.
     pub codel_target: Duration,
     /// Highest priority that a request can have.

@@ -80,6 +80,13 @@ impl Settings {
         !refused.any(|it| is_below(it, path) || is_below(path, it))
     }
 
+    /// Returns the first key that is set in a table.
+    pub(super) fn first_within(&self, table: &str) -> Option<String> {
+        let prefix = format!("{table}.");
+        let mut set = self.places.keys();
+        set.find(|path| path.starts_with(&prefix)).cloned()
+    }
+
     /// Adds an error at the value of `path`.
     pub(super) fn refuse(&mut self, path: &str, message: String, expected: &str) {
         let place = self.places.get(path).cloned().unwrap_or(Place::Nowhere);

@@ -12,6 +12,7 @@ mod command_line;
 mod engines;
 mod policies;
 mod shapes;
+mod users;
 
 fn layers<'a>(
     file: &'a str,

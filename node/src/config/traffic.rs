@@ -8,6 +8,7 @@ use api::proxy::{
     Charges, Expose, IpPrefix, LoggedRequests, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS,
     UsageRequest,
 };
+use api::settings::UserDefaultsForm;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
@@ -115,6 +116,8 @@ pub struct UsersConfig {
     /// Forward a client's `x-vllm-priority` header and `priority` field to engines, whatever
     /// `requests` says. There it overtakes all other requests.
     pub forward_priority: bool,
+    /// What users have who were not given their own.
+    pub defaults: UserDefaultsForm,
 }
 
 /// `[limits]`.

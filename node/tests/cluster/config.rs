@@ -41,14 +41,16 @@ async fn config_command(at: &Addresses, dir: &TempDir, args: &[&str]) -> (Option
     (output.status.code(), told)
 }
 
-const FOUNDING: &str = "[routing]\npolicy = \"least-request\"\n[admission]\norder = \"fcfs\"\n";
+const FOUNDING: &str = "[routing]\npolicy = \"least-request\"\n[admission]\norder = \"fcfs\"\n[users.defaults]\nweight_milli = 500\ncache = \"isolated\"\ncache_group = \"all\"\n";
 
 /// What the second config of [`restarted`] has otherwise.
-const DIFFERING: [&str; 4] = [
+const DIFFERING: [&str; 6] = [
     "admission.max_queue",
     "admission.order",
     "backends.engine-0.url",
     "routing.policy",
+    "users.defaults.budget.day",
+    "users.defaults.cache",
 ];
 
 /// A cluster of one that was founded by a config with [`FOUNDING`], restarted with another config.
@@ -73,12 +75,22 @@ async fn restarted(dir: &TempDir, engines: &[EngineHandle]) -> Replica {
     assert_eq!(keys["admission.max_queue"]["cluster"], 4096, "{told}");
     assert_eq!(keys["routing.learn"]["cluster"], true, "{told}");
     assert_eq!(keys["node.id"]["in_effect"], 1, "{told}");
+    let weight = &keys["users.defaults.weight_milli"];
+    assert_eq!(weight["cluster"], 500, "{told}");
+    assert_eq!(
+        keys["users.defaults.cache_group"]["cluster"], "all",
+        "{told}"
+    );
 
     let (before, after) = (engines[0].url(), engines[1].url());
     let replaced = [
         ("policy = \"least-request\"", "policy = \"cost\""),
         ("order = \"fcfs\"", "order = \"rpm\"\nmax_queue = 7"),
         (before.as_str(), after.as_str()),
+        (
+            "cache = \"isolated\"\ncache_group = \"all\"\n",
+            "cache = \"shared\"\n[users.defaults.budget]\nday = 9\n",
+        ),
     ];
     let config = changed(dir, &replaced, "[routing.cost]\nnear_permille = 5\n");
     let (_, at) = replica.leave().await;
@@ -108,7 +120,7 @@ async fn a_later_config_changes_nothing_until_it_is_applied() {
     let json: Value = serde_json::from_str(&told).unwrap();
     assert_eq!(
         (status, json["differences"].as_array().map(Vec::len)),
-        (Some(1), Some(4)),
+        (Some(1), Some(6)),
         "{told}"
     );
     let order = json!({ "key": "admission.order", "file": "rpm", "cluster": "fcfs" });
@@ -140,7 +152,7 @@ async fn a_later_config_changes_nothing_until_it_is_applied() {
             .all(|it| it["outcome"] == "committed" && it["index"].is_u64()),
         "{told}"
     );
-    assert_eq!((status, writes.len()), (Some(0), 3), "{told}");
+    assert_eq!((status, writes.len()), (Some(0), 4), "{told}");
     let (_, applied) = http.get(&url).await;
     assert_eq!(applied["differences"], json!([]), "{applied}");
     let keys = &applied["keys"];
@@ -153,6 +165,8 @@ async fn a_later_config_changes_nothing_until_it_is_applied() {
         json!(["*"]),
         "{applied}"
     );
+    assert_eq!(keys["users.defaults.weight_milli"]["in_effect"], 500);
+    assert_eq!(keys["users.defaults.cache_group"]["in_effect"], json!(null));
     let (status, told) = config_command(&at, &dir, &["diff"]).await;
     assert_eq!(status, Some(0), "{told}");
     replica.leave().await;

@@ -175,3 +175,63 @@ async fn a_replica_that_is_cut_off_refuses_keys_until_it_hears_the_cluster() {
         replica.leave().await;
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn defaults_of_users_count_on_all_replicas_at_once_and_after_a_restart() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+
+    let defaults = format!("http://{}/admin/v1/user-defaults", at[1].admin);
+    let one_token = json!({ "weight_milli": 500, "budget": { "day": 1 } });
+    // Refused until every member is known to read it.
+    let is_set = async || http.send(Method::PUT, &defaults, &one_token).await.0 == StatusCode::OK;
+    until("the defaults are set", is_set).await;
+    let keys = format!("http://{}/admin/v1/keys", at[0].admin);
+    let mut secrets = Vec::new();
+    for user in ["ada", "bob"] {
+        let body = json!({ "user": user });
+        let (_, _, made) = http.send(Method::POST, &keys, &body).await;
+        secrets.push(made["secret"].as_str().unwrap().to_owned());
+    }
+    let user = |name: &str| format!("http://{}/admin/v1/users/{name}", at[2].admin);
+    let own = json!({ "budget": { "day": 1_000_000 } });
+    let (status, _, answer) = http.send(Method::PUT, &user("bob"), &own).await;
+    assert_eq!(status, StatusCode::OK, "{answer}");
+    http.agree(&at).await;
+
+    // Nobody configured ada: the first request costs more than there is.
+    let used_up = (429, json!("insufficient_quota"));
+    assert_eq!(ask(&at[0], &secrets[0]).await, (200, Value::Null));
+    for replica in &at {
+        let is_refused = async || ask(replica, &secrets[0]).await == used_up;
+        until("the budget is used up", is_refused).await;
+        assert_eq!(ask(replica, &secrets[1]).await, (200, Value::Null));
+    }
+    let left = replicas.remove(1).leave().await;
+    replicas.insert(1, Replica::again(left));
+    http.ready(&at).await;
+    http.agree(&at).await;
+    assert_eq!(ask(&at[1], &secrets[0]).await, used_up);
+    let (_, shown) = http.get(&user("ada")).await;
+    assert_eq!(
+        (&shown["weight_milli"], &shown["budget"]),
+        (&json!(500), &Value::Null),
+        "{shown}"
+    );
+
+    let more = json!({ "budget": { "day": 1_000_000 } });
+    let (status, _, answer) = http.send(Method::PUT, &defaults, &more).await;
+    assert_eq!(status, StatusCode::OK, "{answer}");
+    http.agree(&at).await;
+    for replica in &at {
+        assert_eq!(ask(replica, &secrets[0]).await, (200, Value::Null));
+    }
+    let (_, shown) = http.get(&user("ada")).await;
+    assert_eq!(shown["weight_milli"], 1000, "{shown}");
+    for replica in replicas {
+        replica.leave().await;
+    }
+}

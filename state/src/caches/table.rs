@@ -69,6 +69,11 @@ impl CacheScopes {
         }
     }
 
+    /// Returns the scope of users without one of their own.
+    pub(crate) fn default_scope(&self) -> &CacheScope {
+        &self.default
+    }
+
     /// Sets the scope of users without one of their own.
     pub(crate) fn set_default(&mut self, scope: CacheScope) {
         self.is_changed = true;

@@ -17,7 +17,7 @@ use crate::ids::{
 use crate::keys::{ApiKeySpec, SecretHash};
 use crate::policy::{PolicyConfig, RoutingSettings};
 use crate::prefix::HashSecret;
-use crate::pricing::FairnessSettings;
+use crate::pricing::{FairnessSettings, WEIGHT_MILLI_DEFAULT};
 use crate::ratios::TextSample;
 use crate::readers::Assignment;
 use crate::service::ServiceSample;
@@ -237,6 +237,17 @@ pub enum Command {
         /// The scope. `None`: none of its own; for all users [`CacheScope::Shared`].
         scope: Option<CacheScope>,
     },
+    /// Sets what users have who were not given their own, from this log index on: all of it. Format
+    /// version 8.
+    PutUserDefaults(Box<UserDefaults>),
+    /// [`Command::FoundWithSettings`] with what users have who were not given their own. Format
+    /// version 8.
+    FoundWithUserDefaults {
+        /// All other settings. Its limits for all users are those of `defaults`.
+        founding: Box<Founding>,
+        /// What users have without their own.
+        defaults: Box<UserDefaults>,
+    },
 }
 
 /// What a cluster is founded with.
@@ -380,6 +391,56 @@ pub struct UserChanges {
     pub budget: Option<Budget>,
     /// Models that the user may use; one that ends in `*` stands for all that begin so. Empty: all.
     pub models: Option<Vec<String>>,
+}
+
+/// What users have who were not given their own. Each of the four is a user's own or the default's
+/// as a whole.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+pub struct UserDefaults {
+    /// Share of service relative to other users, in thousandths. At least 1.
+    pub weight_milli: u32,
+    /// Limits; those of [`AdmissionSettings::user_limits`].
+    pub limits: UserLimits,
+    /// Budget.
+    pub budget: Budget,
+    /// With whom they share cached blocks; what [`Command::SetCacheScope`] sets for all users.
+    pub cache: CacheScope,
+}
+
+impl Default for UserDefaults {
+    fn default() -> Self {
+        Self {
+            weight_milli: WEIGHT_MILLI_DEFAULT,
+            limits: UserLimits::default(),
+            budget: Budget::default(),
+            cache: CacheScope::default(),
+        }
+    }
+}
+
+impl UserDefaults {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
+        ensure(self.weight_milli > 0, "weight_milli", "at least 1")?;
+        self.limits.validate()?;
+        self.budget.validate()?;
+        self.cache.validate()
+    }
+
+    /// Whether a cluster that is founded without them has them all the same: its limits are part of
+    /// the admission settings.
+    #[must_use]
+    pub fn are_of_any_cluster(&self) -> bool {
+        let limits = self.limits;
+        *self
+            == Self {
+                limits,
+                ..Self::default()
+            }
+    }
 }
 
 impl UserChanges {

@@ -69,6 +69,8 @@ pub enum AuditAction {
     ConfigureUser,
     /// The cache scope of a user was set, or that of users without one.
     SetCacheScope,
+    /// What users have without their own was set.
+    PutUserDefaults,
 }
 
 /// Ring of audit entries, oldest first.
@@ -111,6 +113,12 @@ impl Audit {
     pub(super) fn has_version_7(&self) -> bool {
         self.iter()
             .any(|entry| entry.action == AuditAction::SetCacheScope)
+    }
+
+    /// Whether the ring holds an entry of a kind introduced with format version 8.
+    pub(super) fn has_version_8(&self) -> bool {
+        self.iter()
+            .any(|entry| entry.action == AuditAction::PutUserDefaults)
     }
 
     /// Returns the log index of the last restore that is still in the ring.

@@ -85,6 +85,7 @@ impl RouterState {
         append_unless_default(&self.assumed, bytes);
         self.keys.append_digest(bytes);
         self.caches.append_digest(bytes);
+        self.users.append_defaults_digest(bytes);
     }
 
     pub(super) fn put_routing(
@@ -299,7 +300,7 @@ impl RouterState {
     }
 
     /// Returns the admission settings.
-    fn admission_settings(&self) -> Cow<'_, AdmissionSettings> {
+    pub(super) fn admission_settings(&self) -> Cow<'_, AdmissionSettings> {
         let settings = self.settings.admission.as_ref();
         settings.map_or_else(|| Cow::Owned(AdmissionSettings::default()), Cow::Borrowed)
     }

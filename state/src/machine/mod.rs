@@ -9,6 +9,7 @@ mod audit;
 mod batch;
 mod caches;
 mod check;
+mod defaults;
 mod keys;
 mod leases;
 mod live;
@@ -316,6 +317,9 @@ impl RouterState {
                 self.init_cluster(origin, hashing, policy, fairness)
             }
             Command::FoundWithSettings(founding) => self.found_with_settings(origin, *founding),
+            Command::FoundWithUserDefaults { founding, defaults } => {
+                self.found_with_user_defaults(origin, *founding, *defaults)
+            }
             _ if !self.config.initialised => Err(Rejection::NotInitialised),
             Command::Batch {
                 base_attempt,
@@ -347,6 +351,7 @@ impl RouterState {
                 grace_ms,
             } => self.rotate_key(origin, id, (secret, grace_ms)),
             Command::SetCacheScope { user, scope } => self.set_cache_scope(origin, user, scope),
+            Command::PutUserDefaults(defaults) => self.put_user_defaults(origin, *defaults),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
             Command::BeginRestore { restore, force } => self.begin_restore(restore, force, false),
             Command::BeginRestoreOfKeys { restore, force } => {
@@ -498,6 +503,8 @@ impl RouterState {
             names_since: self.audit.names_since(),
             hash_secret: self.hash_secret.clone(),
             block_sizes: self.block_sizes.clone(),
+            user_defaults: self.user_defaults(),
+            are_user_defaults_set: self.users.defaults().is_some(),
             ..Registry::of(&self.config, &self.backends, &self.settings, kv)
         }
     }

@@ -10,6 +10,7 @@ use super::live::LiveSettings;
 use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends, BlockSizes};
 use crate::caches::CacheScopesView;
+use crate::command::UserDefaults;
 use crate::exact::{FollowedBackends, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
@@ -294,6 +295,10 @@ pub struct Registry {
     pub names_since: Option<LogIndex>,
     /// Tokens per block of engines and models.
     pub block_sizes: BlockSizes,
+    /// What users have who were not given their own.
+    pub user_defaults: UserDefaults,
+    /// Whether they were ever set together.
+    pub are_user_defaults_set: bool,
 }
 
 impl Registry {
@@ -322,6 +327,8 @@ impl Registry {
             readers: backends.iter().filter_map(reader).collect(),
             names_since: None,
             block_sizes: BlockSizes::default(),
+            user_defaults: UserDefaults::default(),
+            are_user_defaults_set: false,
         }
     }
 

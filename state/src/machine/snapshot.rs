@@ -1,7 +1,7 @@
 //! Snapshots: frozen in microseconds, written while `apply` runs, and verified byte for byte when
 //! read.
 //!
-//! # Format, version 7 (integers little-endian)
+//! # Format, version 8 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
@@ -9,7 +9,8 @@
 //! keys, cache scopes and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 6 lacks cache scopes. Version 5 also lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
+//! Version 7 lacks what users have who were not given their own, and who of those that are kept
+//! follows it. Version 6 also lacks cache scopes. Version 5 also lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
 //! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
 //! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
@@ -35,8 +36,10 @@ use crate::ownership::FrozenOwnership;
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
-pub const SNAPSHOT_VERSION: u16 = 7;
-/// Version of a state without cache scopes, and without a trace of them in the audit.
+pub const SNAPSHOT_VERSION: u16 = 8;
+/// Version of a state without defaults of users, and without a trace of them in the audit.
+const SNAPSHOT_VERSION_SCOPES: u16 = 7;
+/// Version of a state that also lacks cache scopes, and is without a trace of them in the audit.
 const SNAPSHOT_VERSION_PLANS: u16 = 6;
 /// Version of a state that also lacks plans of users and revoked API keys, and anything else that version 6 introduced.
 const SNAPSHOT_VERSION_KEYS: u16 = 5;
@@ -81,6 +84,8 @@ mod tag {
     pub(super) const REVOKED_KEYS: u8 = 22;
     pub(super) const PLANS: u8 = 23;
     pub(super) const CACHES: u8 = 24;
+    pub(super) const USER_DEFAULTS: u8 = 25;
+    pub(super) const UNWEIGHTED: u8 = 26;
     pub(super) const END: u8 = 255;
 }
 
@@ -160,6 +165,12 @@ impl FrozenState {
         for piece in self.caches.pieces() {
             write_section(out, tag::CACHES, &piece)?;
         }
+        if let Some(defaults) = self.users.defaults() {
+            write_section(out, tag::USER_DEFAULTS, &defaults)?;
+        }
+        for piece in self.users.unweighted() {
+            write_section(out, tag::UNWEIGHTED, &piece)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -225,8 +236,10 @@ impl RouterState {
                 .staged
                 .as_ref()
                 .is_some_and(StagedRestore::is_of_version_6);
-        if !self.caches.is_empty() || self.audit.has_version_7() {
+        if self.users.defaults().is_some() || self.audit.has_version_8() {
             SNAPSHOT_VERSION
+        } else if !self.caches.is_empty() || self.audit.has_version_7() {
+            SNAPSHOT_VERSION_SCOPES
         } else if is_of_version_6 {
             SNAPSHOT_VERSION_PLANS
         } else if !self.keys.is_empty() || self.audit.has_version_5() {
@@ -379,6 +392,8 @@ impl RouterState {
             tag::PLANS => self.users.restore_plans(payload)?,
             tag::REVOKED_KEYS => self.keys.restore_revoked(payload)?,
             tag::CACHES => self.caches.restore_piece(payload)?,
+            tag::USER_DEFAULTS => self.users.restore_defaults(payload)?,
+            tag::UNWEIGHTED => self.users.restore_unweighted(payload)?,
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),

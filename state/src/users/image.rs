@@ -1,7 +1,7 @@
 //! The user table in snapshots: written from a frozen copy, read back with every bound checked.
 
 use super::table::{Users, UsersImage};
-use super::{AdmissionAccount, User, UserPlan};
+use super::{AdmissionAccount, DefaultPlan, User, UserPlan};
 use crate::encoding;
 use crate::ids::UserKey;
 
@@ -32,6 +32,23 @@ impl UsersImage {
         std::iter::from_fn(move || {
             plans.peek()?;
             let piece: Vec<_> = plans.by_ref().take(USERS_PER_PIECE).collect();
+            Some(encoding::to_bytes(&piece))
+        })
+    }
+
+    /// Encodes what was set for users without their own; `None`: nothing ever.
+    pub(crate) fn defaults(&self) -> Option<Vec<u8>> {
+        self.defaults.as_ref().map(encoding::to_bytes)
+    }
+
+    /// Encodes the keys of users who are configured and follow the default weight, in the same way
+    /// as [`UsersImage::pieces`].
+    pub(crate) fn unweighted(&self) -> impl Iterator<Item = Vec<u8>> {
+        let users = self.map.iter().filter(|(_, user)| user.is_unweighted);
+        let mut keys = users.map(|(key, _)| *key).peekable();
+        std::iter::from_fn(move || {
+            keys.peek()?;
+            let piece: Vec<UserKey> = keys.by_ref().take(USERS_PER_PIECE).collect();
             Some(encoding::to_bytes(&piece))
         })
     }
@@ -97,6 +114,31 @@ impl Users {
             }
             self.change(key, |user| {
                 user.plan = Some(plan);
+                false
+            });
+        }
+        Ok(())
+    }
+
+    pub(crate) fn restore_defaults(&mut self, bytes: &[u8]) -> Result<(), String> {
+        let plan: DefaultPlan = encoding::from_bytes::<_, { encoding::SECTION_BYTES_MAX }>(bytes)?;
+        if plan.weight_milli == 0 || plan.budget.validate().is_err() {
+            return Err("the defaults of users are out of bounds".to_owned());
+        }
+        self.defaults = Some(plan);
+        Ok(())
+    }
+
+    /// Marks the users of one piece, who are already there.
+    pub(crate) fn restore_unweighted(&mut self, bytes: &[u8]) -> Result<(), String> {
+        type Piece = Vec<UserKey>;
+        for key in encoding::from_bytes::<Piece, { encoding::SECTION_BYTES_MAX }>(bytes)? {
+            let is_plain = |user: &User| user.is_configured && !user.is_unweighted;
+            if !self.map.get(&key).is_some_and(is_plain) {
+                return Err(format!("user {key} has no weight to follow the default's"));
+            }
+            self.change(key, |user| {
+                user.is_unweighted = true;
                 false
             });
         }

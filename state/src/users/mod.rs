@@ -25,6 +25,8 @@
 //! fairness, because the user would be lifted to it anyway; above it, the least counter forgives
 //! least.
 
+mod defaults;
+mod fallbacks;
 mod forgettable;
 mod image;
 mod lately;
@@ -45,13 +47,15 @@ use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 use serde::Serialize;
 
-use crate::budgets::BudgetStatus;
+use crate::budgets::{Budget, BudgetStatus};
 use crate::ids::{ReplicaId, UserKey};
 use crate::quotas::{Quota, RemainingLimits};
 use crate::settings::UserLimits;
 
 pub use crate::bounds::CHARGE_TOKENS_MAX;
 pub use crate::pricing::{FairnessSettings, WEIGHT_MILLI_DEFAULT};
+pub(crate) use fallbacks::DefaultPlan;
+use fallbacks::Fallbacks;
 pub use lately::RecentUsage;
 use plan::UserPlan;
 pub use published::UsersView;
@@ -95,9 +99,10 @@ pub struct UserView {
     pub key: UserKey,
     /// Name; empty until a replica has reported it.
     pub name: Arc<str>,
-    /// Share of service relative to other users, in thousandths.
+    /// Share of service relative to other users, in thousandths: the user's own or the default.
     pub weight_milli: u32,
-    /// Whether an operator set the weight. Such a user is never forgotten.
+    /// Whether an operator set the weight. Such a user is never forgotten. `false` also of one who
+    /// is kept for its cache scope and follows the default weight.
     pub is_configured: bool,
     /// Virtual token counter, in thousandths of a priced token at weight 1.
     pub counter_milli_tokens: u64,
@@ -109,7 +114,10 @@ pub struct UserView {
     pub limits: Option<UserLimits>,
     /// Remainder of the effective limits.
     pub left: RemainingLimits,
-    /// Tokens per day and month, and what is used of them.
+    /// Budget set for this user. `None`: the default counts.
+    #[serde(skip)]
+    pub own_budget: Option<Budget>,
+    /// The budget that counts, and what is used of it.
     #[serde(skip)]
     pub budget: BudgetStatus,
     /// Models that the user may use. Empty: all.
@@ -129,6 +137,8 @@ struct User {
     name: Arc<str>,
     weight_milli: u32,
     is_configured: bool,
+    /// Whether it is configured and yet without a weight of its own; encoded separately.
+    is_unweighted: bool,
     /// Counter at the time when `charged` was last reset, plus every lift since, in milli-tokens.
     base: u64,
     /// Priced tokens charged since then.
@@ -168,6 +178,7 @@ impl<C> Decode<C> for User {
             name: Decode::decode(decoder)?,
             weight_milli: Decode::decode(decoder)?,
             is_configured: Decode::decode(decoder)?,
+            is_unweighted: false,
             base: Decode::decode(decoder)?,
             charged: Decode::decode(decoder)?,
             charged_ever: Decode::decode(decoder)?,
@@ -188,6 +199,7 @@ impl User {
             name: Arc::from(""),
             weight_milli: WEIGHT_MILLI_DEFAULT,
             is_configured: false,
+            is_unweighted: false,
             base: 0,
             charged: 0,
             charged_ever: 0,
@@ -219,6 +231,12 @@ impl User {
 
     fn set_weight(&mut self, weight_milli: u32) {
         self.is_configured = true;
+        self.is_unweighted = false;
+        self.rebase(weight_milli);
+    }
+
+    /// Charges by this weight from here on; the counter stays.
+    fn rebase(&mut self, weight_milli: u32) {
         if weight_milli != self.weight_milli {
             self.base = self.counter();
             self.charged = 0;
@@ -254,29 +272,30 @@ impl User {
         own.unwrap_or(*of_all)
     }
 
-    fn quota(&self, of_all: &UserLimits) -> Quota {
+    fn quota(&self, of_all: &Fallbacks) -> Quota {
         let standing = self.standing.as_deref();
         Quota {
-            limits: self.limits(of_all),
+            limits: self.limits(&of_all.limits),
             consumed: standing.map(|it| it.consumed).unwrap_or_default(),
             in_flight: self.in_flight(),
             waiting: self.waiting(),
-            budget: self.budget(),
+            budget: self.budget(&of_all.plan),
         }
     }
 
-    fn view(&self, key: UserKey, now_ms: u64, bucket_ms: u64, of_all: &UserLimits) -> UserView {
+    fn view(&self, key: UserKey, now_ms: u64, bucket_ms: u64, of_all: &Fallbacks) -> UserView {
         UserView {
             key,
             name: Arc::clone(&self.name),
-            weight_milli: self.weight_milli,
-            is_configured: self.is_configured,
+            weight_milli: self.weight_in_force(&of_all.plan),
+            is_configured: self.is_configured && !self.is_unweighted,
             counter_milli_tokens: self.counter(),
             in_flight: self.in_flight(),
             waiting: self.waiting(),
             limits: self.standing.as_ref().and_then(|it| it.limits),
             left: self.quota(of_all).left(now_ms),
-            budget: self.budget(),
+            own_budget: self.plan.as_ref().and_then(|plan| plan.budget),
+            budget: self.budget(&of_all.plan),
             models: self.models().to_vec(),
             total: self.total,
             window: self.window.sum(now_ms, bucket_ms),

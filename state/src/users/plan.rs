@@ -5,8 +5,8 @@
 
 use bincode::{Decode, Encode};
 
-use super::User;
 use super::table::Users;
+use super::{DefaultPlan, User};
 use crate::budgets::{Budget, BudgetStatus, BudgetUse};
 use crate::ids::UserKey;
 use crate::validate::{are_models, stands_for};
@@ -14,9 +14,9 @@ use crate::validate::{are_models, stands_for};
 /// Plan of a user. The default one is not stored.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 pub(super) struct UserPlan {
-    /// The user's budget. `None`: none.
+    /// The user's own budget. `None`: the default counts.
     pub(super) budget: Option<Budget>,
-    /// What is used of it.
+    /// What is used of the budget that counts.
     pub(super) used: BudgetUse,
     /// Models that the user may use; one that ends in `*` stands for all that begin so. Empty: all.
     pub(super) models: Vec<String>,
@@ -28,8 +28,12 @@ impl UserPlan {
         let is_sound = |budget: &Budget| !budget.is_unbounded() && budget.validate().is_ok();
         *self != Self::default()
             && self.budget.as_ref().is_none_or(is_sound)
-            && (self.budget.is_some() || self.used == BudgetUse::default())
             && are_models(&self.models)
+    }
+
+    /// Whether something is counted for a user without a budget of its own.
+    pub(super) fn counts_unasked(&self) -> bool {
+        self.budget.is_none() && self.used != BudgetUse::default()
     }
 
     /// Whether an operator gave it to the user, who is then kept.
@@ -46,19 +50,19 @@ impl User {
         self.plan = Some(plan).filter(|plan| **plan != UserPlan::default());
     }
 
-    /// Counts tokens for the budget, if there is one.
-    pub(super) fn spend(&mut self, unix_ms: u64, tokens: u64) {
-        let has_budget = self.plan.as_ref().is_some_and(|plan| plan.budget.is_some());
-        if has_budget && tokens > 0 {
+    /// Counts tokens for the budget, if there is one, the user's own or the default.
+    pub(super) fn spend(&mut self, unix_ms: u64, tokens: u64, default: &DefaultPlan) {
+        let has_own = self.plan.as_ref().is_some_and(|plan| plan.budget.is_some());
+        if (has_own || !default.budget.is_unbounded()) && tokens > 0 {
             self.replan(|plan| plan.used.spend(unix_ms, tokens));
         }
     }
 
-    /// Returns the budget and what is used of it.
-    pub(super) fn budget(&self) -> BudgetStatus {
+    /// Returns the budget that counts and what is used of it.
+    pub(super) fn budget(&self, default: &DefaultPlan) -> BudgetStatus {
         let plan = self.plan.as_deref();
         BudgetStatus {
-            budget: plan.and_then(|plan| plan.budget).unwrap_or_default(),
+            budget: plan.and_then(|plan| plan.budget).unwrap_or(default.budget),
             used: plan.map(|plan| plan.used).unwrap_or_default(),
         }
     }
@@ -76,8 +80,8 @@ impl User {
 }
 
 impl Users {
-    /// Sets a user's budget, its models, or both. A budget without bounds removes it, and one that is
-    /// set where there was none begins with nothing used. Returns whether there was room.
+    /// Sets a user's budget, its models, or both. A budget without bounds removes the user's own. One
+    /// that is set where none counted begins with nothing used. Returns whether there was room.
     pub(crate) fn plan(
         &mut self,
         key: UserKey,
@@ -89,13 +93,14 @@ impl Users {
         if changes_nothing && self.map.get(&key).is_none() {
             return true;
         }
+        let is_counted = !self.default_plan().budget.is_unbounded();
         self.change(key, |user| {
             user.name = name.into();
             user.replan(|plan| {
                 if let Some(budget) = budget {
                     plan.budget = Some(budget).filter(|budget| !budget.is_unbounded());
                 }
-                if plan.budget.is_none() {
+                if plan.budget.is_none() && !is_counted {
                     plan.used = BudgetUse::default();
                 }
                 if let Some(models) = models {

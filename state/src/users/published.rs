@@ -1,12 +1,12 @@
 //! [`UsersView`]: the users as admission reads them, from any thread.
 
 use super::User;
+use super::fallbacks::{DefaultPlan, Fallbacks};
 use super::map::UserMap;
 use crate::admission::{Counters, UserFigures};
 use crate::ids::UserKey;
 use crate::pricing::milli_tokens;
 use crate::quotas::{PendingUse, Quota};
-use crate::settings::UserLimits;
 
 /// Window of the `rpm` order, in milliseconds.
 const MINUTE_MS: u64 = 60_000;
@@ -16,18 +16,21 @@ pub struct UsersView {
     pub(super) map: UserMap,
     pub(super) now_ms: u64,
     pub(super) bucket_ms: u64,
-    /// Limits of users without limits of their own.
-    pub(super) limits: UserLimits,
+    /// What counts for users without their own.
+    pub(super) fallbacks: Fallbacks,
 }
 
 impl UsersView {
-    /// Returns one user's figures for the queue orders; the default for an unknown user.
+    /// Returns one user's figures for the queue orders; of an unknown user those of a new one.
     #[must_use]
     pub fn figures(&self, user: UserKey) -> UserFigures {
+        let plan = &self.fallbacks.plan;
+        let unknown = || UserFigures {
+            weight_milli: plan.weight_milli,
+            ..UserFigures::default()
+        };
         let user = self.map.get(&user);
-        user.map_or_else(UserFigures::default, |it| {
-            it.figures(self.now_ms, self.bucket_ms)
-        })
+        user.map_or_else(unknown, |it| it.figures(self.now_ms, self.bucket_ms, plan))
     }
 
     /// Returns a user's limits and their usage.
@@ -35,11 +38,8 @@ impl UsersView {
     pub fn quota(&self, user: UserKey) -> Quota {
         let user = self.map.get(&user);
         user.map_or_else(
-            || Quota {
-                limits: self.limits,
-                ..Quota::default()
-            },
-            |user| user.quota(&self.limits),
+            || User::new().quota(&self.fallbacks),
+            |user| user.quota(&self.fallbacks),
         )
     }
 }
@@ -52,7 +52,7 @@ impl UsersView {
         let pending = PendingUse::default();
         let users = self.map.iter();
         users
-            .filter(|(_, user)| user.quota(&self.limits).check(now_ms, &pending).is_err())
+            .filter(|(_, user)| user.quota(&self.fallbacks).check(now_ms, &pending).is_err())
             .count()
     }
 
@@ -78,14 +78,15 @@ impl Counters for UsersView {
 }
 
 impl User {
-    fn figures(&self, now_ms: u64, bucket_ms: u64) -> UserFigures {
+    fn figures(&self, now_ms: u64, bucket_ms: u64, default: &DefaultPlan) -> UserFigures {
         let few = |count: u64| u32::try_from(count).unwrap_or(u32::MAX);
         let charged = u64::try_from(self.charged_ever).unwrap_or(u64::MAX);
         let waiting = self.waiting();
+        let weight_milli = self.weight_in_force(default);
         UserFigures {
             counter_milli: self.counter(),
-            served_milli: milli_tokens(charged, self.weight_milli),
-            weight_milli: self.weight_milli,
+            served_milli: milli_tokens(charged, weight_milli),
+            weight_milli,
             in_flight: few(self.in_flight()),
             waiting: few(waiting),
             requests_last_minute: few(self.window.requests_within(now_ms, bucket_ms, MINUTE_MS)),

@@ -5,6 +5,8 @@
 
 use bincode::{Decode, Encode};
 
+use super::{User, UserUsage};
+use crate::charge::Charge;
 use crate::ids::ReplicaId;
 use crate::quotas::Consumed;
 use crate::settings::UserLimits;
@@ -29,6 +31,35 @@ impl AdmissionAccount {
             && waiting.iter().all(|(_, requests)| *requests > 0)
             && self.limits.is_none_or(|limits| limits.validate().is_ok())
             && self.consumed.is_valid()
+    }
+}
+
+impl User {
+    /// Applies a charge to the admission account.
+    pub(super) fn meet(
+        &mut self,
+        replica: ReplicaId,
+        charge: &Charge,
+        usage: &UserUsage,
+        of_all: &UserLimits,
+        now_ms: u64,
+    ) {
+        let limits = self.limits(of_all);
+        let has_spent = |standing: &AdmissionAccount| standing.consumed != Consumed::default();
+        let is_counted = limits.has_rate() || self.standing.as_deref().is_some_and(has_spent);
+        if !is_counted && charge.queued == 0 && charge.dequeued == 0 {
+            return;
+        }
+        let tokens = usage.input_uncached.saturating_add(usage.output);
+        self.stand(|standing| {
+            add(&mut standing.waiting, replica, charge.queued);
+            take(&mut standing.waiting, replica, charge.dequeued);
+            if is_counted {
+                standing
+                    .consumed
+                    .spend(&limits, now_ms, usage.requests, tokens);
+            }
+        });
     }
 }
 

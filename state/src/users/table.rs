@@ -9,8 +9,8 @@ use super::forgettable::{Forgettable, ForgettingRank};
 use super::lately::UsageScan;
 use super::map::UserMap;
 use super::{
-    AdmissionAccount, CHARGE_TOKENS_MAX, RecentUsage, User, UserUsage, UserView, UsersView,
-    WINDOW_BUCKET_MS, WINDOW_BUCKETS, add, take,
+    AdmissionAccount, CHARGE_TOKENS_MAX, DefaultPlan, RecentUsage, User, UserUsage, UserView,
+    UsersView, WINDOW_BUCKET_MS, WINDOW_BUCKETS, add, take,
 };
 use crate::bounds::USERS_MAX;
 use crate::budgets::BudgetUse;
@@ -26,6 +26,8 @@ use crate::settings::UserLimits;
 
 /// What stands before a plan where users are hashed.
 const PLAN_MARK: u64 = 0x6e61_6c70;
+/// What stands for a user who is configured and follows the default weight, where it is hashed.
+const UNWEIGHTED_MARK: u64 = 0x7468_6777;
 
 /// Totals kept besides the users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
@@ -63,13 +65,15 @@ pub(crate) struct Users {
     forgettable: Forgettable,
     /// Users with a plan.
     pub(super) planned: usize,
+    /// What users have without their own. `None`: never set.
+    pub(super) defaults: Option<DefaultPlan>,
     /// Wrapping sum of the users' hashes.
     digest: u128,
     pub(super) users_max: usize,
     /// Length of a window bucket in milliseconds; follows from the live policy.
     bucket_ms: u64,
     /// Whether a user changed since the last [`Users::publish`].
-    is_changed: bool,
+    pub(super) is_changed: bool,
     /// Scan for [`Users::lately`], kept while that is in use.
     rounds: Option<UsageScan>,
     /// Buffer for hashing.
@@ -80,6 +84,7 @@ pub(crate) struct Users {
 pub(crate) struct UsersImage {
     pub(super) map: UserMap,
     pub(super) totals: UsersTotals,
+    pub(super) defaults: Option<DefaultPlan>,
 }
 
 impl Users {
@@ -97,6 +102,7 @@ impl Users {
             last_left: None,
             forgettable: Forgettable::default(),
             planned: 0,
+            defaults: None,
             digest: 0,
             users_max,
             bucket_ms: WINDOW_BUCKET_MS,
@@ -172,9 +178,9 @@ impl Users {
     }
 
     pub(crate) fn get(&self, key: UserKey, now_ms: u64, limits: &UserLimits) -> Option<UserView> {
-        self.map
-            .get(&key)
-            .map(|user| user.view(key, now_ms, self.bucket_ms, limits))
+        let of_all = self.fallbacks(*limits);
+        let user = self.map.get(&key);
+        user.map(|user| user.view(key, now_ms, self.bucket_ms, &of_all))
     }
 
     /// Returns the current users for readers on other threads, or `None` if nothing changed since
@@ -190,7 +196,7 @@ impl Users {
             map: self.map.clone(),
             now_ms,
             bucket_ms: self.bucket_ms,
-            limits,
+            fallbacks: self.fallbacks(limits),
         })
     }
 
@@ -202,10 +208,11 @@ impl Users {
         limits: UserLimits,
     ) -> impl Iterator<Item = UserView> {
         let from = after.unwrap_or_default();
+        let of_all = self.fallbacks(limits);
         self.map
             .iter_from(from)
             .filter(move |(key, _)| after.is_none_or(|after| **key > after))
-            .map(move |(key, user)| user.view(*key, now_ms, self.bucket_ms, &limits))
+            .map(move |(key, user)| user.view(*key, now_ms, self.bucket_ms, &of_all))
     }
 
     /// Settles a charge. Returns `false` if the user is unknown, the table is full and nobody can
@@ -226,10 +233,11 @@ impl Users {
         let priced = terms.pricing.due(charge);
         let virtual_time = self.virtual_time();
         let has_queued = self.has_queued();
-        let bucket_ms = self.bucket_ms;
+        let (bucket_ms, default) = (self.bucket_ms, self.default_plan());
         let is_settled = self.change(charge.user, |user| {
             // VTC lifts an arriving user who has nothing waiting; before anybody ever waited, one
             // who returns from idle.
+            user.settle_weight(&default);
             let comes = charge.started > 0 || charge.queued > 0;
             let is_lifted = !user.is_waiting() && (has_queued || user.is_idle());
             if comes && is_lifted {
@@ -243,7 +251,7 @@ impl Users {
             user.last_charge_ms = now_ms;
             take(&mut user.in_flight, replica, charge.ended);
             user.meet(replica, charge, &usage, &terms.limits, now_ms);
-            user.spend(terms.calendar_ms, usage.tokens());
+            user.spend(terms.calendar_ms, usage.tokens(), &default);
             // A user who came and went within one charge was backlogged in between.
             charge.started > 0
         });
@@ -331,11 +339,14 @@ impl Users {
         })
     }
 
-    /// Names a user and keeps it from being forgotten, with the weight that it has. Returns whether
-    /// there was room.
+    /// Names a user and keeps it from being forgotten, with the weight that it has. Once defaults were
+    /// set, one without a weight of its own goes on following theirs. Returns whether there was
+    /// room.
     pub(crate) fn keep(&mut self, key: UserKey, name: &str) -> bool {
+        let is_default_set = self.defaults.is_some();
         self.change(key, |user| {
             user.name = name.into();
+            user.is_unweighted |= is_default_set && !user.is_configured;
             user.is_configured = true;
             false
         })
@@ -379,6 +390,7 @@ impl Users {
         UsersImage {
             map: self.map.clone(),
             totals: self.totals,
+            defaults: self.defaults,
         }
     }
 
@@ -516,6 +528,10 @@ impl Users {
             if user.plan.as_deref().is_some_and(|it| !it.is_valid()) {
                 return broken("I105", format!("user {key} has the plan {:?}", user.plan));
             }
+            if !self.is_plausible(user) {
+                let detail = format!("user {key} follows defaults that are not set: {user:?}");
+                return broken("I108", detail);
+            }
             if user.weight_milli == 0 {
                 return broken("I4", format!("user {key} has no weight"));
             }
@@ -550,35 +566,6 @@ impl Users {
     }
 }
 
-impl User {
-    /// Applies a charge to the admission account.
-    fn meet(
-        &mut self,
-        replica: ReplicaId,
-        charge: &Charge,
-        usage: &UserUsage,
-        of_all: &UserLimits,
-        now_ms: u64,
-    ) {
-        let limits = self.limits(of_all);
-        let has_spent = |standing: &AdmissionAccount| standing.consumed != Consumed::default();
-        let is_counted = limits.has_rate() || self.standing.as_deref().is_some_and(has_spent);
-        if !is_counted && charge.queued == 0 && charge.dequeued == 0 {
-            return;
-        }
-        let tokens = usage.input_uncached.saturating_add(usage.output);
-        self.stand(|standing| {
-            add(&mut standing.waiting, replica, charge.queued);
-            take(&mut standing.waiting, replica, charge.dequeued);
-            if is_counted {
-                standing
-                    .consumed
-                    .spend(&limits, now_ms, usage.requests, tokens);
-            }
-        });
-    }
-}
-
 /// Hashes a user; `scratch` saves an allocation.
 fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
     scratch.clear();
@@ -589,6 +576,9 @@ fn hash(scratch: &mut Vec<u8>, key: UserKey, user: &User) -> u128 {
     if let Some(plan) = user.plan.as_deref() {
         // Neither part may pass for the other.
         encoding::append_bytes(&(PLAN_MARK, plan), scratch);
+    }
+    if user.is_unweighted {
+        encoding::append_bytes(&UNWEIGHTED_MARK, scratch);
     }
     xxh3_128(scratch)
 }

@@ -7,8 +7,11 @@
 
 use proptest::prelude::*;
 use state::admission::{AdmissionSettings, Concurrency, SlaSettings};
+use state::budgets::Budget;
+use state::caches::CacheScope;
 use state::command::{
-    BackendSpec, Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, UserSpec,
+    BackendSpec, Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, UserChanges, UserDefaults,
+    UserSpec,
 };
 use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRefusal};
 use state::grants::Wait;
@@ -331,6 +334,54 @@ fn admission() -> impl Strategy<Value = AdmissionSettings> {
         )
 }
 
+/// Budgets that some charges use up.
+fn budget() -> impl Strategy<Value = Budget> {
+    let of = || prop::option::of(0_u64..3000);
+    (of(), of()).prop_map(|(day, month)| Budget { day, month })
+}
+
+fn user_changes() -> impl Strategy<Value = Command> {
+    let models = prop::option::of(prop::sample::select(vec![vec![], vec!["m*".to_owned()]]));
+    (
+        user(),
+        prop::option::of(0_u32..3000),
+        prop::option::of(user_limits()),
+        prop::option::of(budget()),
+        models,
+    )
+        .prop_map(|((_, name), weight_milli, limits, budget, models)| {
+            Command::ConfigureUser(Box::new(UserChanges {
+                name,
+                weight_milli,
+                limits,
+                budget,
+                models,
+            }))
+        })
+}
+
+fn user_defaults() -> impl Strategy<Value = Command> {
+    let scopes = vec![
+        CacheScope::Shared,
+        CacheScope::Own,
+        CacheScope::Group("team".to_owned()),
+    ];
+    (
+        0_u32..3000,
+        user_limits(),
+        budget(),
+        prop::sample::select(scopes),
+    )
+        .prop_map(|(weight_milli, limits, budget, cache)| {
+            Command::PutUserDefaults(Box::new(UserDefaults {
+                weight_milli,
+                limits,
+                budget,
+                cache,
+            }))
+        })
+}
+
 pub(crate) fn command() -> impl Strategy<Value = Command> {
     let batch =
         (0_u64..4, prop::collection::vec(item(), 0..8)).prop_map(|(base, items)| Command::Batch {
@@ -361,6 +412,9 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
             let user = UserSpec { name, weight_milli };
             Command::SetUser { user, limits }
         }),
+        1 => user_changes(),
+        1 => user_defaults(),
+        1 => user().prop_map(|(_, name)| Command::ForgiveUser { name }),
         1 => user().prop_map(|(_, name)| Command::DeleteUser { name }),
         1 => Just(Command::PaceTime),
         1 => expire,

@@ -73,3 +73,66 @@ async fn what_is_no_setting_is_told() {
     let put = bench.call("PUT", EVE, r#"{"cache": "mine"}"#).await;
     assert_eq!(put.status, StatusCode::BAD_REQUEST, "{}", put.body);
 }
+
+const DEFAULTS: &str = "/admin/v1/user-defaults";
+
+#[tokio::test]
+async fn defaults_of_users_are_those_that_other_routes_set() {
+    let bench = Bench::new();
+    let put = async |path: &str, body: Value| {
+        let put = bench.call("PUT", path, &body.to_string()).await;
+        assert_eq!(put.status, StatusCode::OK, "{path}: {}", put.body);
+    };
+    put(CACHE, json!({"cache_group": "all"})).await;
+    let shown = bench.get(DEFAULTS).await;
+    assert_eq!(shown["is_set"], false);
+    assert_eq!(shown["config"]["cache_group"], "all", "{shown}");
+    let defaults = json!({
+        "weight_milli": 500, "cache": "isolated", "limits": {"requests": 7}, "budget": {"day": 100}
+    });
+    put(DEFAULTS, defaults).await;
+    let shown = bench.get(DEFAULTS).await;
+    assert_eq!(shown["is_set"], true);
+    assert!(bench.get(CACHE).await.get("cache_group").is_none());
+    let admission = bench.get("/admin/v1/admission").await;
+    assert_eq!(admission["config"]["user_limits"]["requests"], 7);
+    put(DEFAULTS, shown.clone()).await;
+    assert_eq!(bench.get(DEFAULTS).await["config"], shown["config"]);
+
+    // Who has some of its own, has the rest of the defaults; writing it back gives it no more.
+    put(EVE, json!({"models": ["m"]})).await;
+    put("/admin/v1/users/ada", json!({"cache": "shared"})).await;
+    for path in [EVE, "/admin/v1/users/ada"] {
+        for _ in 0..2 {
+            let user = bench.get(path).await;
+            assert_eq!(
+                (&user["weight_milli"], &user["is_configured"]),
+                (&json!(500), &json!(false))
+            );
+            assert!(user["budget"].is_null(), "{user}");
+            assert_eq!(user["budget_left"]["day"]["left"], 100);
+            assert_eq!(user["left"]["requests"], 7);
+            put(path, user).await;
+        }
+    }
+    put(EVE, json!({"budget": {"month": 5}})).await;
+    let user = bench.get(EVE).await;
+    assert_eq!(user["budget_left"]["day"], Value::Null);
+    assert_eq!(user["budget_left"]["month"]["left"], 5);
+    put(EVE, json!({"budget": {}})).await;
+    assert_eq!(bench.get(EVE).await["budget_left"]["day"]["left"], 100);
+
+    for (body, field) in [
+        (r#"{"weight_milli": 0}"#, "weight_milli"),
+        (r#"{"cache_group": "team"}"#, "cache_group"),
+        (
+            r#"{"cache": "isolated", "cache_group": "a\u0007"}"#,
+            "cache_group",
+        ),
+        (r#"{"limits": {"window": "2days"}}"#, "limits.window"),
+        (r#"{"priority": 1}"#, "priority"),
+    ] {
+        let problem = bench.problem(("PUT", DEFAULTS, body), 400, "invalid").await;
+        assert_eq!(problem["field"], field, "{problem}");
+    }
+}

@@ -116,6 +116,8 @@ fn every_route_asks_for_a_role() {
         PUT /admin/v1/users/{name}: operator
         DELETE /admin/v1/users/{name}: operator
         POST /admin/v1/users/{name}/forgive: operator
+        GET /admin/v1/user-defaults: viewer
+        PUT /admin/v1/user-defaults: operator
         GET /admin/v1/cache: viewer
         PUT /admin/v1/cache: operator
         GET /admin/v1/keys: viewer

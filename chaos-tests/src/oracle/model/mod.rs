@@ -116,7 +116,8 @@ impl ReferenceModel {
         match command {
             Command::InitCluster { .. }
             | Command::FoundCluster { .. }
-            | Command::FoundWithSettings(_) => self.found(command),
+            | Command::FoundWithSettings(_)
+            | Command::FoundWithUserDefaults { .. } => self.found(command),
             Command::Batch {
                 base_attempt,
                 items,
@@ -159,7 +160,9 @@ impl ReferenceModel {
             | Command::EndKey { .. }
             | Command::RotateKey { .. } => {}
             Command::ConfigureUser(changes) => self.configure(changes),
+            Command::SetCacheScope { scope: None, .. } => {}
             Command::SetCacheScope { user, .. } => self.users.know_named(user.as_deref()),
+            Command::PutUserDefaults(defaults) => self.users.weigh_others(defaults.weight_milli),
             Command::DeleteUser { name } => self.users.delete(name),
             Command::PaceTime => self.pace(),
             // What is in its parts is not looked at.
@@ -189,13 +192,21 @@ impl ReferenceModel {
                 fairness,
                 ..
             } => (*hash_seed, *fairness),
-            Command::FoundWithSettings(founding) => (founding.hash_seed, founding.fairness),
+            Command::FoundWithSettings(founding)
+            | Command::FoundWithUserDefaults { founding, .. } => {
+                (founding.hash_seed, founding.fairness)
+            }
             _ => return,
         };
         self.prices = prices;
         self.users.begin(hash_seed);
-        if let Command::FoundWithSettings(founding) = command {
+        if let Command::FoundWithSettings(founding)
+        | Command::FoundWithUserDefaults { founding, .. } = command
+        {
             self.admit_by(&founding.admission);
+        }
+        if let Command::FoundWithUserDefaults { defaults, .. } = command {
+            self.users.weigh_others(defaults.weight_milli);
         }
     }
 
@@ -392,7 +403,10 @@ impl ReferenceModel {
 fn is_founding(command: &Command) -> bool {
     matches!(
         command,
-        Command::InitCluster { .. } | Command::FoundCluster { .. } | Command::FoundWithSettings(_)
+        Command::InitCluster { .. }
+            | Command::FoundCluster { .. }
+            | Command::FoundWithSettings(_)
+            | Command::FoundWithUserDefaults { .. }
     )
 }
 

@@ -17,6 +17,8 @@ pub struct ModelUsers {
     /// By key.
     pub users: BTreeMap<UserKey, ModelUser>,
     hash_seed: u64,
+    /// Weight of those without their own, in thousandths; 0 before any was set: 1000.
+    default_milli: u32,
     /// Counter of whoever stopped waiting last, or since then was dispatched while nobody waits.
     last_left: Option<u64>,
     /// Counter at which the last one with requests in flight fell idle.
@@ -28,6 +30,8 @@ pub struct ModelUsers {
 pub struct ModelUser {
     /// In thousandths.
     pub weight_milli: u32,
+    /// Whether it was given to the user.
+    has_weight: bool,
     /// Tokens and requests so far.
     pub total: UserUsage,
     /// Requests in flight, by replica.
@@ -44,6 +48,7 @@ impl Default for ModelUser {
     fn default() -> Self {
         Self {
             weight_milli: 1000,
+            has_weight: false,
             total: UserUsage::default(),
             in_flight: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -78,6 +83,14 @@ impl ModelUser {
         self.base + u64::try_from(charged).unwrap_or(u64::MAX)
     }
 
+    fn weigh(&mut self, weight_milli: u32) {
+        if self.weight_milli != weight_milli {
+            self.base = self.counter();
+            self.charged = 0;
+            self.weight_milli = weight_milli;
+        }
+    }
+
     fn is_idle(&self) -> bool {
         self.in_flight.values().all(|requests| *requests == 0)
     }
@@ -93,7 +106,29 @@ impl ModelUsers {
     }
 
     pub(super) fn know(&mut self, user: UserKey) {
-        self.users.entry(user).or_default();
+        self.user(user);
+    }
+
+    /// A user who is there, or comes as a new one.
+    fn user(&mut self, user: UserKey) -> &mut ModelUser {
+        let weight_milli = match self.default_milli {
+            0 => 1000,
+            set => set,
+        };
+        self.users.entry(user).or_insert_with(|| ModelUser {
+            weight_milli,
+            ..ModelUser::default()
+        })
+    }
+
+    /// Everybody without a weight has this one from here on.
+    pub(super) fn weigh_others(&mut self, weight_milli: u32) {
+        self.default_milli = weight_milli;
+        for user in self.users.values_mut() {
+            if !user.has_weight {
+                user.weigh(weight_milli);
+            }
+        }
     }
 
     pub(super) fn know_named(&mut self, name: Option<&str>) {
@@ -113,12 +148,9 @@ impl ModelUsers {
     }
 
     pub(super) fn weigh(&mut self, name: &str, weight_milli: u32) {
-        let user = self.users.entry(self.key(name)).or_default();
-        if user.weight_milli != weight_milli {
-            user.base = user.counter();
-            user.charged = 0;
-            user.weight_milli = weight_milli;
-        }
+        let user = self.user(self.key(name));
+        user.has_weight = true;
+        user.weigh(weight_milli);
     }
 
     pub(super) fn check_delete(&self, name: &str) -> Result<(), Rejection> {
@@ -154,7 +186,7 @@ impl ModelUsers {
     pub(super) fn charge(&mut self, replica: ReplicaId, charge: &Charge, due: u64) {
         let virtual_time = self.virtual_time();
         let has_queued = self.last_left.is_some() || self.anybody_waits();
-        let user = self.users.entry(charge.user).or_default();
+        let user = self.user(charge.user);
         let (was_waiting, was_idle) = (user.waits(), user.is_idle());
         let comes = charge.started > 0 || charge.queued > 0;
         if comes && !was_waiting && (has_queued || was_idle) {

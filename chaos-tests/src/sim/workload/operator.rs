@@ -89,6 +89,7 @@ fn name(command: &Command) -> &'static str {
         Command::PutUserLimits { .. } => "put-limits",
         Command::SetUser { .. } => "set-user",
         Command::ConfigureUser(_) => "configure-user",
+        Command::PutUserDefaults(_) => "put-defaults",
         Command::CreateKey(_) => "create-key",
         Command::RevokeKey { .. } | Command::EndKey { .. } => "revoke-key",
         _ => "other",

@@ -18,6 +18,8 @@ mod tests;
 mod version_6_tests;
 #[cfg(test)]
 mod version_7_tests;
+#[cfg(test)]
+mod version_8_tests;
 
 use bincode::{Decode, Encode};
 
@@ -27,7 +29,7 @@ use crate::error::DecodeEntryError;
 
 /// The newest format version of commands. A command's first byte is the version of its kind, see
 /// [`format_of`].
-pub const FORMAT_VERSION: u8 = 7;
+pub const FORMAT_VERSION: u8 = 8;
 /// The format version known to every build that can share a cluster with this one. Replies use it.
 pub const FORMAT_VERSION_COMMON: u8 = 2;
 /// The oldest format version that can be read.
@@ -46,6 +48,7 @@ const DECODE_BYTES_MAX: usize = 64 << 20;
 #[must_use]
 pub fn format_of(command: &Command) -> u8 {
     match command {
+        Command::PutUserDefaults(_) | Command::FoundWithUserDefaults { .. } => 8,
         Command::SetCacheScope { .. } => 7,
         // Its backup may be of any version that this build reads.
         Command::BeginRestoreOfKeys { .. } => FORMAT_VERSION,

@@ -1,0 +1,61 @@
+//! What users have who were not given their own: `GET` and `PUT /admin/v1/user-defaults` (ADR 0071).
+//! Keys and values are those of `[users.defaults]` in a config file. They are replaced as a whole,
+//! and take effect on every replica at one log index.
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::Serialize;
+use serde_json::Value;
+use state::command::Command;
+use state::ids::LogIndex;
+
+use super::AdminState;
+use super::answer::{
+    QueryParams, ReadLevel, ReadQuery, at_level, decode, json, name_of, registry_at, submit,
+    unchanged,
+};
+use super::problem::unfit;
+use super::readback::WrittenSettings;
+use crate::error::Problem;
+use crate::settings::UserDefaultsForm;
+
+#[derive(Serialize)]
+struct UserDefaultsResponse {
+    index: LogIndex,
+    /// Whether they were ever set together; `false`: limits and cache may have been by themselves.
+    is_set: bool,
+    /// Settings in the form that `PUT` takes.
+    config: UserDefaultsForm,
+}
+
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
+) -> Result<Response, Problem> {
+    let (index, registry) = registry_at(&admin, query.read).await?;
+    Ok(json(&UserDefaultsResponse {
+        index,
+        is_set: registry.are_user_defaults_set,
+        config: UserDefaultsForm::from(&registry.user_defaults),
+    }))
+}
+
+pub(super) async fn put(
+    State(admin): State<AdminState>,
+    written: WrittenSettings,
+) -> Result<Response, Problem> {
+    let document: Value = decode(&written.config)?;
+    let form = UserDefaultsForm::read(&document).map_err(|faults| unfit(&faults))?;
+    if let Some(group) = &form.cache_group {
+        name_of("cache_group", group)?;
+    }
+    let defaults = form.settings();
+    if written.is_read_as_unset {
+        at_level(&admin, ReadLevel::Linearizable).await?;
+        let registry = admin.view.registry();
+        if !registry.are_user_defaults_set && registry.user_defaults == defaults {
+            return Ok(unchanged(&admin));
+        }
+    }
+    submit(&admin, Command::PutUserDefaults(Box::new(defaults))).await
+}

@@ -1,0 +1,68 @@
+//! Commands on what users have who were not given their own.
+//!
+//! Limits and cache scope have commands that came earlier and set the same values.
+
+use super::{AuditAction, RouterState};
+use crate::command::{Founding, Origin, UserDefaults};
+use crate::reject::Rejection;
+use crate::users::DefaultPlan;
+
+impl RouterState {
+    pub(super) fn put_user_defaults(
+        &mut self,
+        origin: &Origin,
+        defaults: UserDefaults,
+    ) -> Result<(), Rejection> {
+        defaults.validate()?;
+        self.set_user_defaults(defaults);
+        self.note(origin, AuditAction::PutUserDefaults, String::new());
+        Ok(())
+    }
+
+    pub(super) fn found_with_user_defaults(
+        &mut self,
+        origin: &Origin,
+        founding: Founding,
+        defaults: UserDefaults,
+    ) -> Result<(), Rejection> {
+        defaults.validate()?;
+        self.found_with_settings(origin, founding)?;
+        self.set_user_defaults(defaults);
+        Ok(())
+    }
+
+    /// Sets valid defaults.
+    fn set_user_defaults(&mut self, defaults: UserDefaults) {
+        let UserDefaults {
+            weight_milli,
+            limits,
+            budget,
+            cache,
+        } = defaults;
+        let mut admission = self.admission_settings().into_owned();
+        if admission.user_limits != limits {
+            admission.user_limits = limits;
+            self.set_admission(admission);
+        }
+        let plan = DefaultPlan {
+            weight_milli,
+            budget,
+        };
+        self.users.set_defaults(plan, self.caches.users());
+        self.caches.set_default(cache);
+    }
+
+    /// Returns what users have who were not given their own.
+    pub(super) fn user_defaults(&self) -> UserDefaults {
+        let DefaultPlan {
+            weight_milli,
+            budget,
+        } = self.users.defaults().unwrap_or_default();
+        UserDefaults {
+            weight_milli,
+            limits: self.terms().limits,
+            budget,
+            cache: self.caches.default_scope().clone(),
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! What counts for a user without its own: the values, and how a user follows them. When they are set,
+//! and what that costs, is told in `defaults.rs`.
+
+use bincode::{Decode, Encode};
+
+use super::User;
+use crate::budgets::Budget;
+use crate::pricing::WEIGHT_MILLI_DEFAULT;
+use crate::settings::UserLimits;
+
+/// Weight and budget of users without one of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub(crate) struct DefaultPlan {
+    /// Share of service relative to other users, in thousandths.
+    pub(crate) weight_milli: u32,
+    /// Tokens per day and month.
+    pub(crate) budget: Budget,
+}
+
+impl Default for DefaultPlan {
+    fn default() -> Self {
+        Self {
+            weight_milli: WEIGHT_MILLI_DEFAULT,
+            budget: Budget::default(),
+        }
+    }
+}
+
+/// All that counts for users without their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Fallbacks {
+    pub(super) limits: UserLimits,
+    pub(super) plan: DefaultPlan,
+}
+
+impl User {
+    /// Whether the default weight is this user's.
+    pub(super) fn follows_weight(&self) -> bool {
+        !self.is_configured || self.is_unweighted
+    }
+
+    /// Returns the weight in force.
+    pub(super) fn weight_in_force(&self, default: &DefaultPlan) -> u32 {
+        match self.follows_weight() {
+            true => default.weight_milli,
+            false => self.weight_milli,
+        }
+    }
+
+    /// Passes to the weight in force, before a charge.
+    pub(super) fn settle_weight(&mut self, default: &DefaultPlan) {
+        let weight_milli = self.weight_in_force(default);
+        self.rebase(weight_milli);
+    }
+}

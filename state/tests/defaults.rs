@@ -1,0 +1,348 @@
+//! What users have who were not given their own: that it counts at once, for whom it does, and that
+//! a user's own wins.
+
+mod common;
+
+use common::{Driver, restored, snapshot};
+use state::RouterState;
+use state::admission::AdmissionSettings;
+use state::budgets::{Budget, BudgetPeriod};
+use state::caches::CacheScope;
+use state::command::{
+    Charge, Command, Founding, Item, Rejection, Reply, UserChanges, UserDefaults, UserSpec,
+};
+use state::policy::{PolicyConfig, RoutingSettings};
+use state::prefix::user_key;
+use state::quotas::{PendingUse, UserLimits};
+use state::users::{FairnessSettings, UserView};
+use state::{AuditAction, StateView};
+
+const NONE: Budget = Budget {
+    day: None,
+    month: None,
+};
+
+fn defaults(weight_milli: u32, day: Option<u64>) -> UserDefaults {
+    UserDefaults {
+        weight_milli,
+        budget: Budget { day, month: None },
+        ..UserDefaults::default()
+    }
+}
+
+fn put(driver: &mut Driver, defaults: UserDefaults) {
+    let put = Command::PutUserDefaults(Box::new(defaults));
+    assert_eq!(driver.apply(1, put), Reply::Applied);
+    sound(driver);
+}
+
+/// Charges a user so many uncached input tokens, at a price of one each.
+fn charge(driver: &mut Driver, name: &str, tokens: u64) {
+    let charge = Charge {
+        user: user_key(common::HASH_SEED, name),
+        input_uncached: tokens,
+        ..Charge::default()
+    };
+    driver.apply(1, common::batch(vec![Item::Charge(charge)]));
+    sound(driver);
+}
+
+fn scope(driver: &mut Driver, name: &str, scope: Option<CacheScope>) {
+    let user = Some(name.to_owned());
+    driver.apply(1, Command::SetCacheScope { user, scope });
+    sound(driver);
+}
+
+fn configure(driver: &mut Driver, name: &str, changes: UserChanges) {
+    let name = name.to_owned();
+    let changes = Box::new(UserChanges { name, ..changes });
+    let reply = driver.apply(1, Command::ConfigureUser(changes));
+    assert_eq!(reply, Reply::Applied);
+    sound(driver);
+}
+
+fn weigh(driver: &mut Driver, name: &str, weight_milli: u32) {
+    let name = name.to_owned();
+    driver.apply(1, Command::PutUser(UserSpec { name, weight_milli }));
+    sound(driver);
+}
+
+/// The state keeps its invariants and is the same when it is restored.
+fn sound(driver: &Driver) {
+    assert_eq!(driver.state.check(), Ok(()));
+    let bytes = snapshot(&driver.state);
+    let copy = restored(&bytes);
+    assert_eq!(copy.check(), Ok(()));
+    assert_eq!(copy.digest(), driver.state.digest());
+    assert_eq!(snapshot(&copy), bytes);
+}
+
+/// A state that publishes users, whose charges are named by the default prices.
+fn driver() -> Driver {
+    let driver = Driver::new();
+    driver.state.view().want_users();
+    driver
+}
+
+fn user(driver: &Driver, name: &str) -> UserView {
+    driver.state.user_named(name).expect("the user is known")
+}
+
+fn weight(driver: &Driver, name: &str) -> (u32, bool) {
+    let user = user(driver, name);
+    let shown = driver.state.view().user_figures(user.key).weight_milli;
+    assert_eq!(shown, user.weight_milli);
+    (user.weight_milli, user.is_configured)
+}
+
+/// What was used of today's budget, of how much.
+fn used(driver: &Driver, name: &str) -> Option<(u64, u64)> {
+    let left = user(driver, name).budget.left(BudgetPeriod::Day, 1, 0)?;
+    Some((left.used, left.limit))
+}
+
+#[test]
+fn a_default_weight_counts_at_once_and_leaves_counters_alone() {
+    let mut driver = driver();
+    let counter = |driver: &Driver, name: &str| user(driver, name).counter_milli_tokens;
+    for name in ["ada", "bob", "eve"] {
+        driver.apply(
+            1,
+            common::batch(vec![Item::DefineUser {
+                key: user_key(common::HASH_SEED, name),
+                name: name.to_owned(),
+            }]),
+        );
+    }
+    weigh(&mut driver, "eve", 1000);
+    for name in ["ada", "bob", "eve"] {
+        charge(&mut driver, name, 100);
+        assert_eq!(counter(&driver, name), 100_000);
+    }
+    put(&mut driver, defaults(2000, None));
+    assert_eq!(weight(&driver, "ada"), (2000, false));
+    assert_eq!(weight(&driver, "eve"), (1000, true));
+    assert_eq!(counter(&driver, "ada"), 100_000);
+    for name in ["ada", "eve"] {
+        charge(&mut driver, name, 100);
+    }
+    assert_eq!(counter(&driver, "ada"), 150_000);
+    assert_eq!(counter(&driver, "eve"), 200_000);
+    // Bob was not charged meanwhile: what lies between is nothing to him.
+    put(&mut driver, defaults(500, None));
+    charge(&mut driver, "bob", 100);
+    assert_eq!(counter(&driver, "bob"), 300_000);
+    // One's own, even where it is the same, is not taken along.
+    weigh(&mut driver, "bob", 500);
+    put(&mut driver, UserDefaults::default());
+    assert_eq!(weight(&driver, "bob"), (500, true));
+    assert_eq!(weight(&driver, "ada"), (1000, false));
+    let unknown = user_key(common::HASH_SEED, "nobody");
+    put(&mut driver, defaults(3000, None));
+    assert_eq!(driver.state.view().user_figures(unknown).weight_milli, 3000);
+}
+
+#[test]
+fn who_is_kept_for_its_cache_scope_follows_the_default_weight() {
+    let mut driver = driver();
+    scope(&mut driver, "before", Some(CacheScope::Own));
+    scope(&mut driver, "weighed", Some(CacheScope::Own));
+    weigh(&mut driver, "weighed", 2500);
+    let bytes = snapshot(&driver.state);
+    assert_eq!(bytes[8..10], [7, 0]);
+    put(&mut driver, defaults(2000, None));
+    scope(&mut driver, "after", Some(CacheScope::Own));
+    scope(&mut driver, "weighed", Some(CacheScope::Shared));
+    for (name, expected) in [
+        ("before", (2000, false)),
+        ("after", (2000, false)),
+        ("weighed", (2500, true)),
+    ] {
+        assert_eq!(weight(&driver, name), expected, "{name}");
+    }
+    weigh(&mut driver, "after", 1000);
+    put(&mut driver, defaults(4000, None));
+    scope(&mut driver, "after", None);
+    scope(&mut driver, "before", None);
+    assert_eq!(weight(&driver, "after"), (1000, true));
+    assert_eq!(weight(&driver, "before"), (4000, false));
+}
+
+#[test]
+fn a_default_budget_is_of_each_user_without_one() {
+    let mut driver = driver();
+    charge(&mut driver, "ada", 50);
+    assert_eq!(driver.state.users(None, 9)[0].budget.budget, NONE);
+    put(&mut driver, defaults(1000, Some(100)));
+    let names = ["ada", "bob", "eve"];
+    for name in names {
+        configure(&mut driver, name, UserChanges::default());
+        charge(&mut driver, name, 60);
+    }
+    // Counting begins with the budget.
+    let key = |name| user_key(common::HASH_SEED, name);
+    let quota = |driver: &Driver, name| driver.state.view().quota(key(name));
+    let is_over = |driver: &Driver, name| {
+        quota(driver, name)
+            .check_budget(1, &PendingUse::default())
+            .is_err()
+    };
+    assert!(names.iter().all(|name| !is_over(&driver, name)));
+    charge(&mut driver, "ada", 40);
+    assert!(is_over(&driver, "ada") && !is_over(&driver, "bob"));
+    assert!(!is_over(&driver, "nobody"));
+    assert_eq!(quota(&driver, "nobody").budget.budget.day, Some(100));
+    // One's own wins as a whole, and what is used stays.
+    let month = Budget {
+        month: Some(1000),
+        day: None,
+    };
+    let own = |budget| UserChanges {
+        budget: Some(budget),
+        ..UserChanges::default()
+    };
+    configure(&mut driver, "ada", own(month));
+    assert_eq!(used(&driver, "ada"), None);
+    assert_eq!(user(&driver, "ada").own_budget, Some(month));
+    let left = user(&driver, "ada").budget;
+    let left = left.left(BudgetPeriod::Month, 1, 0).unwrap();
+    assert_eq!((left.used, left.limit), (100, 1000));
+    // Without it, the default's counts again.
+    configure(&mut driver, "ada", own(NONE));
+    assert_eq!(used(&driver, "ada"), Some((100, 100)));
+    assert_eq!(user(&driver, "ada").own_budget, None);
+    put(&mut driver, defaults(1000, Some(101)));
+    assert!(!is_over(&driver, "ada"));
+    // No budget, nothing to count.
+    put(&mut driver, defaults(1000, None));
+    charge(&mut driver, "ada", 1000);
+    assert_eq!(used(&driver, "ada"), None);
+    assert!(!is_over(&driver, "ada"));
+    let ada = || "ada".to_owned();
+    driver.apply(1, Command::ForgiveUser { name: ada() });
+    put(&mut driver, defaults(1000, Some(100)));
+    assert_eq!(used(&driver, "ada"), Some((0, 100)));
+    driver.apply(1, Command::DeleteUser { name: ada() });
+    assert_eq!(driver.state.users_len(), 2);
+    sound(&driver);
+}
+
+#[test]
+fn limits_and_scope_are_the_ones_that_other_commands_set() {
+    let mut driver = driver();
+    let limits = |requests| UserLimits {
+        requests: Some(requests),
+        ..UserLimits::default()
+    };
+    let team = CacheScope::Group("team".to_owned());
+    let shown = |driver: &Driver| -> (UserLimits, CacheScope) {
+        let view: &StateView = &driver.state.view();
+        let defaults = view.registry().user_defaults.clone();
+        assert_eq!(view.caches().default_scope(), &defaults.cache);
+        let unknown = user_key(common::HASH_SEED, "nobody");
+        assert_eq!(view.quota(unknown).limits, defaults.limits);
+        (defaults.limits, defaults.cache)
+    };
+    put(&mut driver, UserDefaults::default());
+    assert_eq!(driver.state.view().registry().admission, None);
+    put(
+        &mut driver,
+        UserDefaults {
+            limits: limits(5),
+            cache: team.clone(),
+            ..UserDefaults::default()
+        },
+    );
+    assert_eq!(shown(&driver), (limits(5), team));
+    let admission = AdmissionSettings {
+        user_limits: limits(6),
+        ..AdmissionSettings::default()
+    };
+    driver.apply(1, Command::PutAdmission(admission));
+    let (user, scope) = (None, Some(CacheScope::Own));
+    driver.apply(1, Command::SetCacheScope { user, scope });
+    assert_eq!(shown(&driver), (limits(6), CacheScope::Own));
+    // All of it or nothing.
+    let digest = driver.state.digest();
+    for wrong in [
+        defaults(0, None),
+        defaults(1, Some(0)),
+        UserDefaults {
+            limits: limits(0),
+            ..UserDefaults::default()
+        },
+        UserDefaults {
+            cache: CacheScope::Group(String::new()),
+            ..UserDefaults::default()
+        },
+    ] {
+        let put = Command::PutUserDefaults(Box::new(wrong));
+        let reply = driver.apply(1, put);
+        let is_invalid = matches!(reply, Reply::Rejected(Rejection::Invalid { .. }));
+        assert!(is_invalid, "{reply:?}");
+    }
+    assert_eq!(shown(&driver), (limits(6), CacheScope::Own));
+    assert_ne!(driver.state.digest(), digest, "time passed");
+}
+
+fn founding(defaults: UserDefaults) -> Command {
+    let admission = AdmissionSettings {
+        user_limits: defaults.limits,
+        ..AdmissionSettings::default()
+    };
+    Command::FoundWithUserDefaults {
+        founding: Box::new(Founding {
+            hash_seed: common::HASH_SEED,
+            hash_secret: common::secret(),
+            policy: PolicyConfig::LeastRequest,
+            fairness: FairnessSettings::default(),
+            routing: RoutingSettings::default(),
+            admission,
+        }),
+        defaults: Box::new(defaults),
+    }
+}
+
+#[test]
+fn a_cluster_is_founded_with_defaults_or_not_at_all() {
+    let mut state = RouterState::new();
+    let mut apply = |seq, command| {
+        let index = state::ids::LogIndex(state.applied().0 + 1);
+        let lane = state::command::Lane::Admin;
+        state.apply(index, common::envelope(1, 1, lane, seq, command))
+    };
+    let wrong = apply(1, founding(defaults(0, None)));
+    assert!(matches!(wrong, Reply::Rejected(Rejection::Invalid { .. })));
+    let right = UserDefaults {
+        cache: CacheScope::Own,
+        ..defaults(500, Some(9))
+    };
+    assert_eq!(apply(2, founding(right.clone())), Reply::Applied);
+    let again = Reply::Rejected(Rejection::AlreadyInitialised);
+    assert_eq!(apply(3, founding(defaults(1, None))), again);
+    let registry = state.view().registry();
+    assert!(registry.initialised && registry.are_user_defaults_set);
+    assert_eq!(registry.user_defaults, right);
+    let actions: Vec<_> = state.audit().map(|entry| entry.action).collect();
+    assert_eq!(actions, [AuditAction::InitCluster]);
+    assert_eq!(state.check(), Ok(()));
+}
+
+#[test]
+fn defaults_survive_in_a_snapshot_of_version_8() {
+    let mut driver = Driver::founded(common::found());
+    scope(&mut driver, "ada", Some(CacheScope::Own));
+    put(&mut driver, defaults(2000, Some(100)));
+    charge(&mut driver, "bob", 7);
+    let bytes = snapshot(&driver.state);
+    assert_eq!(bytes[8..10], [8, 0]);
+    let copy = restored(&bytes);
+    assert_eq!(copy.user_named("ada").unwrap().weight_milli, 2000);
+    let registry = copy.view().registry();
+    assert_eq!(registry.user_defaults, defaults(2000, Some(100)));
+    let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
+    expect_test::expect!["e3c03d659f0b6847f07f288aa71b701d"].assert_eq(&format!("{hash:032x}"));
+    // The audit tells of it, where nothing is left.
+    put(&mut driver, UserDefaults::default());
+    assert_eq!(snapshot(&driver.state)[8..10], [8, 0]);
+}
