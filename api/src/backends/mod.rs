@@ -20,6 +20,7 @@ mod facts;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod health;
+mod informational;
 mod keys;
 mod local;
 mod panic;

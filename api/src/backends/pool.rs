@@ -29,6 +29,7 @@ use tokio::time::Instant;
 
 use super::NAME_HOLDS_FOR;
 use super::dialer::{EngineDialer, RulesId};
+use super::informational::{INFORMATIONAL_MAX, InformationalCount};
 use super::local::is_local;
 pub use super::segments::Segments;
 use super::url::{EngineUrl, EngineUrlError};
@@ -110,6 +111,9 @@ pub enum SendError {
     /// The connection ended without an answer or an error.
     #[error("exchange: connection ended")]
     Ended,
+    /// The engine sent informational answers (1xx) without end.
+    #[error("exchange: more than {INFORMATIONAL_MAX} informational answers")]
+    Informational,
 }
 
 impl SendError {
@@ -305,6 +309,7 @@ impl EngineEndpoint {
             sender,
             connection,
             is_over: false,
+            informational: InformationalCount::default(),
             rules,
             opened_at: now,
             idle_since: now,
@@ -314,11 +319,15 @@ impl EngineEndpoint {
     async fn exchange(
         self: &Arc<Self>,
         mut link: Box<PooledConnection>,
-        request: Request<Segments>,
+        mut request: Request<Segments>,
     ) -> ExchangeResult {
+        link.informational.watch(&mut request);
         let mut response = pin!(link.sender.try_send_request(request));
         let response = poll_fn(|cx| {
             link.drive(cx);
+            if link.informational.is_exceeded() {
+                return Poll::Ready(Err(ExchangeResult::Over(Err(SendError::Informational))));
+            }
             // Only `drive` makes the answer progress, and it has registered the waker already.
             match response
                 .as_mut()
@@ -407,6 +416,7 @@ struct PooledConnection {
     connection: http1::Connection<TokioIo<MaybeTls<TcpStream>>, Segments>,
     /// Whether `connection` has ended; it must not be polled again.
     is_over: bool,
+    informational: InformationalCount,
     /// Those that held when it was opened.
     rules: RulesId,
     opened_at: Instant,

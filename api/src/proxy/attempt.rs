@@ -139,8 +139,12 @@ impl AttemptFailure {
             SendError::Gone => Self::Gone,
             error if error.is_local() => Self::OutOfConnections(error),
             SendError::Url(..) | SendError::Connect(_) => Self::Unreachable(error),
-            SendError::Broke(_) | SendError::Ended if is_sent => Self::Broke(error),
-            SendError::Broke(_) | SendError::Ended => Self::BrokeUnsent(error),
+            SendError::Broke(_) | SendError::Ended | SendError::Informational if is_sent => {
+                Self::Broke(error)
+            }
+            SendError::Broke(_) | SendError::Ended | SendError::Informational => {
+                Self::BrokeUnsent(error)
+            }
         }
     }
 

@@ -7,8 +7,8 @@ use api::proxy::RequestOutcome;
 use tokio::sync::Semaphore;
 
 use super::client::chat;
-use super::engine::{DONE, Engine, Step, chunk, delta, last_chunk, stream_head};
-use super::fleet::Fleet;
+use super::engine::{DONE, Engine, Step, chunk, delta, json, last_chunk, stream_head};
+use super::fleet::{Fleet, eventually};
 
 const STREAM: &str = ",\"stream\":true";
 
@@ -263,4 +263,30 @@ async fn one_engines_fault_is_one_clients_fault() {
     assert_eq!(client.ask(chat("")).await.status, 502);
     assert_eq!(client.ask(chat("")).await.status, 200);
     fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn informational_answers_are_taken_up_to_a_bound() {
+    let informational = |count: usize| {
+        let kinds = ["100 Continue", "102 Processing", "103 Early Hints"];
+        let answers = kinds.iter().cycle().take(count);
+        let answers = answers.map(|kind| format!("HTTP/1.1 {kind}\r\n\r\n"));
+        Step::Send(answers.collect::<String>().into_bytes())
+    };
+    let engine = Engine::always(vec![informational(8), json("200 OK", "{}")]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    for _ in 0..3 {
+        // Each request has its own.
+        assert_eq!(client.ask(chat("")).await.status, 200);
+    }
+    assert_eq!(engine.connections(), 1);
+
+    let engine = Engine::always(vec![informational(9), Step::Hang]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let answer = fleet.client().await.ask(chat("")).await;
+    answer.refuses(502, "backend_broke");
+    fleet.is_idle().await;
+    eventually("its connection is closed", || engine.abandoned() == 1).await;
+    assert_eq!(engine.requests().len(), 1, "it may have run the request");
 }
