@@ -23,6 +23,7 @@ use prometheus_client::registry::Registry;
 use state::StateView;
 
 use crate::backends::Backends;
+use crate::clock::Clock;
 use crate::divergence::Digests;
 use crate::events::EventBus;
 use crate::kv_events::board::StreamBoard;
@@ -54,6 +55,8 @@ pub struct ScrapedReplica {
     pub is_insecure: bool,
     /// Knows how often the leader changed.
     pub events: EventBus,
+    /// Tells in which day and month budgets are.
+    pub clock: Clock,
 }
 
 impl Default for Metrics {

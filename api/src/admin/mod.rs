@@ -166,6 +166,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         kv_board: Arc::clone(&admin.kv_board),
         is_insecure: admin.readiness.is_insecure,
         events: admin.events.clone(),
+        clock: admin.clock.clone(),
     });
     let names = OwnNames::new(&admin.hosts);
     let calls = Arc::<CallLog>::default();

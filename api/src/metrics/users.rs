@@ -14,9 +14,9 @@ impl ScrapedReplica {
             charged = state.users_charged();
         });
         // Counted over the published image: `apply` does not wait meanwhile.
-        let now_ms = self.view.now_ms();
+        let (now_ms, unix_ms) = (self.view.now_ms(), self.clock.unix_ms());
         let users = self.view.users();
-        let over = users.map_or(0, |users| users.over_limits(now_ms)) as u64;
+        let over = users.map_or(0, |users| users.over_limits(now_ms, unix_ms)) as u64;
         page.gauge("quorate_users_known", "Users known", &known)?;
         page.gauge(
             "quorate_users_backlogged",
@@ -30,7 +30,7 @@ impl ScrapedReplica {
         )?;
         page.gauge(
             "quorate_users_over_limits",
-            "Users whose next request would be refused by their limits",
+            "Users whose next request would be refused by their limits or budgets",
             &over,
         )?;
         page.counter(

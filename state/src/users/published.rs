@@ -46,14 +46,16 @@ impl UsersView {
 
 impl UsersView {
     /// Returns how many users' next request would be refused by their limits at `now_ms`, in
-    /// replicated time. Looks at every user.
+    /// replicated time, or by their budgets at `unix_ms`. Looks at every user.
     #[must_use]
-    pub fn over_limits(&self, now_ms: u64) -> usize {
+    pub fn over_limits(&self, now_ms: u64, unix_ms: u64) -> usize {
         let pending = PendingUse::default();
+        let is_over = |user: &User| {
+            let quota = user.quota(&self.fallbacks);
+            quota.check(now_ms, &pending).is_err() || quota.check_budget(unix_ms, &pending).is_err()
+        };
         let users = self.map.iter();
-        users
-            .filter(|(_, user)| user.quota(&self.fallbacks).check(now_ms, &pending).is_err())
-            .count()
+        users.filter(|(_, user)| is_over(user)).count()
     }
 
     /// Whether a user may use a model.

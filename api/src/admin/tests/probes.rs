@@ -236,6 +236,27 @@ async fn users_are_told_as_sums() {
         };
         super::reads::batch(&bench, vec![Item::Charge(charge)]);
     }
+    let over = async |users: usize| {
+        let body = bench.call("GET", "/metrics", "").await.body;
+        let line = format!("quorate_users_over_limits {users}");
+        assert!(body.contains(&format!("\n{line}\n")), "{line} in {body}");
+    };
+    let put = async |path: &str, body: &str| {
+        let put = bench.call("PUT", path, body).await;
+        assert_eq!(put.status, StatusCode::OK, "{}", put.body);
+    };
+    over(1).await;
+    // A budget that is used up, of a user within its limits.
+    put("/admin/v1/users/bob", r#"{"budget":{"day":15}}"#).await;
+    over(1).await;
+    let charge = Charge {
+        user: state::prefix::user_key(1, "bob"),
+        input_cached: 15,
+        ..Charge::default()
+    };
+    super::reads::batch(&bench, vec![Item::Charge(charge)]);
+    over(2).await;
+    put("/admin/v1/users/bob", r#"{"budget":{"day":16}}"#).await;
     let body = bench.call("GET", "/metrics", "").await.body;
     for line in [
         "quorate_users_known 2",
