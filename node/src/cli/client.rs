@@ -103,6 +103,15 @@ impl AdminTarget {
         })
     }
 
+    /// Returns a target for each of the replicas.
+    pub(super) fn each(&self) -> impl Iterator<Item = Self> {
+        self.admin.iter().map(|admin| Self {
+            admin: vec![admin.clone()],
+            answering: Arc::default(),
+            ..self.clone()
+        })
+    }
+
     /// Returns what connects to replicas, with TLS if a URL asks for it.
     pub(super) fn connector(&self) -> anyhow::Result<&ReplicaConnector> {
         if let Some(connector) = self.connector.get() {

@@ -1,4 +1,4 @@
-//! `quorate config check|print|schema|diff|apply`.
+//! `quorate config check|print|schema|diff|apply|reload`.
 
 use std::process::ExitCode;
 
@@ -6,6 +6,7 @@ use clap::Subcommand;
 use lab::terminal;
 use serde_json::json;
 
+use super::config_reload;
 use super::read::print_json;
 use super::settings;
 use super::source::ConfigSource;
@@ -36,6 +37,8 @@ pub(super) enum ConfigCommand {
     Diff(settings::DiffArgs),
     /// Put the values of a config into a running cluster, after showing the differences
     Apply(settings::ApplyArgs),
+    /// Have replicas read their configs again, each its own, as SIGHUP does: all that --admin names
+    Reload(config_reload::ReloadArgs),
 }
 
 /// Runs the command.
@@ -63,6 +66,7 @@ pub(super) fn run(command: ConfigCommand) -> anyhow::Result<ExitCode> {
         ConfigCommand::Diff(args) => {
             return super::block_on(async { Ok(settings::diff(args).await) });
         }
+        ConfigCommand::Reload(args) => return super::block_on(config_reload::reload(args)),
         ConfigCommand::Apply(args) => return super::block_on(settings::apply(args)),
     }
     Ok(ExitCode::SUCCESS)

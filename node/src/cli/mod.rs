@@ -8,6 +8,7 @@ mod cert;
 mod client;
 mod cluster;
 mod config;
+mod config_reload;
 mod decisions;
 mod edit;
 mod engine_check;

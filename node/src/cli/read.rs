@@ -24,12 +24,15 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let cluster = args.target.get("/admin/v1/cluster").await?;
     let digest = args.target.get("/admin/v1/digest").await?;
     let readiness = args.target.readiness().await?;
+    let cache = args.target.get("/admin/v1/cache").await?;
     let code = match readiness["status"].as_str() {
         Some("ready" | "degraded") => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
     };
     if args.json {
-        let all = json!({ "cluster": cluster, "digest": digest, "readiness": readiness });
+        let all = json!({
+            "cluster": cluster, "digest": digest, "readiness": readiness, "cache": cache,
+        });
         print_json(&all)?;
         return Ok(code);
     }
@@ -74,6 +77,7 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
             cell(&digest["index"])
         ),
     ];
+    let lines: Vec<String> = lines.into_iter().chain(unsalted(&cache)).collect();
     let has_members = cluster["members"]
         .as_object()
         .is_some_and(|it| !it.is_empty());
@@ -86,6 +90,24 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
         tables.join("\n\n")
     ))?;
     Ok(code)
+}
+
+/// Names the engines that do not keep isolated users apart, where there may be such users.
+fn unsalted(cache: &Value) -> Option<String> {
+    let backends = cache["unsalted_backends"].as_array()?;
+    let is_asked = cache["cache"] == "isolated" || cache["users"].as_u64() > Some(0);
+    if backends.is_empty() || !is_asked {
+        return None;
+    }
+    let names: Vec<String> = backends.iter().map(cell).collect();
+    let told = format!(
+        "{}: the engines ignore `cache_salt`, or are not known to heed it",
+        names.join(", ")
+    );
+    Some(format!(
+        "unsalted {}",
+        terminal::indented(&told, 9).trim_start()
+    ))
 }
 
 /// Whether a reason against readiness is about one peer.
@@ -276,5 +298,17 @@ mod tests {
         assert_eq!(thousandths(&json!(2000)), "2");
         assert_eq!(thousandths(&json!(1050)), "1.050");
         assert_eq!(thousandths(&Value::Null), "-");
+    }
+
+    #[test]
+    fn engines_that_keep_no_users_apart_are_named_where_it_matters() {
+        let cache = |cache: &str, users: u64, backends: Value| json!({ "cache": cache, "users": users, "unsalted_backends": backends });
+        let all = || json!(["a", "b"]);
+        assert_eq!(unsalted(&cache("shared", 0, all())), None);
+        assert_eq!(unsalted(&cache("isolated", 0, json!([]))), None);
+        for cache in [cache("isolated", 0, all()), cache("shared", 1, all())] {
+            let told = unsalted(&cache).unwrap();
+            assert!(told.starts_with("unsalted a, b: "), "{told}");
+        }
     }
 }

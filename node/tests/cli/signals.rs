@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::process::{Answer, Replica, free, send};
+use super::{quorate, text};
 
 /// Settings of a replica alone, with keys in a file.
 fn settings(keys: &std::path::Path, level: &str, rest: &str) -> String {
@@ -197,6 +198,42 @@ fn an_operator_reloads_and_is_told_what_came_of_it() {
         assert!(fault["expected"].is_string(), "{fault}");
     }
     assert_eq!(reloaded.in_effect("log.level"), "debug");
+}
+
+#[test]
+fn a_command_reloads_and_names_what_needs_a_restart() {
+    let reloaded = Reloaded::start();
+    let admin = reloaded.replica.admin.to_string();
+    let reload = |level: &str, rest: &str, flags: &[&str]| {
+        reloaded.write(level, rest);
+        let command = ["config", "reload", "--admin", &*admin];
+        let output = quorate(&[&command, flags].concat());
+        (output.status.code(), text(&output.stdout).to_owned())
+    };
+    let (code, told) = reload("debug", "[limits]\nmax_connections = 50\n", &[]);
+    assert_eq!(code, Some(0), "{told}");
+    assert!(
+        told.contains("log.level")
+            && told.contains("restart this replica for: limits.max_connections"),
+        "{told}"
+    );
+    let (code, told) = reload("inof", "", &[]);
+    assert_eq!(code, Some(2), "{told}");
+    assert!(told.contains("log.level is \"inof\""), "{told}");
+    let (code, told) = reload("debug", "[limits]\nmax_connections = 50\n", &["--json"]);
+    let told: Value = serde_json::from_str(&told).unwrap();
+    assert_eq!((code, &told[0]["report"]["taken"]), (Some(0), &json!([])));
+    assert_eq!(told[0]["report"]["need_restart"][0]["after"], 50);
+    // Of several, each is asked, and who is not there is told.
+    let [nobody] = free();
+    let both = format!("{nobody},{admin}");
+    let output = quorate(&["config", "reload", "--admin", &both]);
+    let told = text(&output.stdout);
+    assert_eq!(
+        (output.status.code(), told.lines().count() > 1),
+        (Some(1), true),
+        "{told}"
+    );
 }
 
 #[test]

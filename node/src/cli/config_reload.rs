@@ -1,0 +1,190 @@
+//! `quorate config reload`: has replicas read their configs again, each its own, and tells what came
+//! of it. What SIGHUP does, from elsewhere.
+
+use std::process::ExitCode;
+
+use http::{Method, StatusCode};
+use lab::terminal::{self, FittedTable, column};
+use serde_json::{Value, json};
+
+use super::client::AdminTarget;
+use super::read::print_json;
+use super::table::cell;
+use crate::json_client::{AnswerError, JsonAnswer};
+
+const PATH: &str = "/admin/v1/config/reload";
+
+/// `quorate config reload`.
+#[derive(Debug, clap::Args)]
+pub(super) struct ReloadArgs {
+    #[command(flatten)]
+    target: AdminTarget,
+    /// Print what came of it as JSON, an entry for each replica
+    #[arg(long)]
+    json: bool,
+}
+
+/// What came of one replica's reload.
+enum Reloaded {
+    /// Its config was read; what was taken of it.
+    Read(Value),
+    /// Its config has faults, and nothing was changed.
+    Faulty(Value),
+    /// It did not do it, or it is not known whether it did.
+    Failed(anyhow::Error),
+}
+
+impl Reloaded {
+    fn of(answered: anyhow::Result<JsonAnswer>) -> Self {
+        let answer = match answered {
+            Ok(answer) => answer,
+            Err(error) => return Self::Failed(error),
+        };
+        match answer.success() {
+            Ok(report) => Self::Read(report),
+            Err(error) => match error.downcast::<AnswerError>() {
+                Ok(AnswerError { status, problem })
+                    if status == StatusCode::UNPROCESSABLE_ENTITY =>
+                {
+                    Self::Faulty(problem)
+                }
+                Ok(error) => Self::Failed(error.into()),
+                Err(error) => Self::Failed(error),
+            },
+        }
+    }
+
+    fn json(&self, replica: &str) -> Value {
+        match self {
+            Self::Read(report) => json!({ "admin": replica, "report": report }),
+            Self::Faulty(problem) => json!({ "admin": replica, "faults": problem["faults"] }),
+            Self::Failed(error) => json!({ "admin": replica, "error": format!("{error:#}") }),
+        }
+    }
+
+    /// Prints it in words.
+    fn print(&self, replica: &str) -> anyhow::Result<()> {
+        match self {
+            Self::Read(report) => terminal::print(told(replica, report)),
+            Self::Faulty(problem) => {
+                let title = format!("{replica}: the config has faults; nothing was changed");
+                let faults = problem["faults"].as_array().into_iter().flatten();
+                let faults = faults.map(|fault| {
+                    let [place, message, expected] =
+                        ["place", "message", "expected"].map(|name| cell(&fault[name]));
+                    format!("\n  {place}: {message} (expected {expected})")
+                });
+                terminal::print(title + &faults.collect::<String>())
+            }
+            Self::Failed(error) => terminal::print(format_args!("{replica}: {error:#}")),
+        }
+    }
+
+    /// 0: all of it is in effect, or will be after a restart. 2: the config is wrong.
+    fn code(&self) -> u8 {
+        match self {
+            Self::Read(report) => u8::from(!keys(report, "faults").is_empty()),
+            Self::Faulty(_) => 2,
+            Self::Failed(_) => 1,
+        }
+    }
+}
+
+/// Runs `quorate config reload` at every replica that `--admin` names.
+pub(super) async fn reload(args: ReloadArgs) -> anyhow::Result<ExitCode> {
+    let (mut code, mut all) = (0, Vec::new());
+    for target in args.target.each() {
+        let replica = target.url("");
+        let reloaded = Reloaded::of(target.ask(Method::POST, PATH, None).await);
+        code = code.max(reloaded.code());
+        match args.json {
+            true => all.push(reloaded.json(&replica)),
+            false => reloaded.print(&replica)?,
+        }
+    }
+    if args.json {
+        print_json(&Value::Array(all))?;
+    }
+    Ok(ExitCode::from(code))
+}
+
+fn keys<'a>(report: &'a Value, list: &str) -> &'a [Value] {
+    report[list].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// What a report says, in words.
+fn told(replica: &str, report: &Value) -> String {
+    let columns = [
+        column("key"),
+        column("before").prose(),
+        column("after").prose(),
+        column("counts"),
+    ];
+    let mut table = FittedTable::new(&columns);
+    let lists = [
+        ("taken", "now"),
+        ("need_restart", "after a restart"),
+        ("cluster_keeps", "not: the cluster's value does"),
+    ];
+    let mut changed = 0;
+    for (list, counts) in lists {
+        for it in keys(report, list) {
+            changed += 1;
+            let [key, before, after] = ["key", "before", "after"].map(|name| cell(&it[name]));
+            table.add_row([key, before, after, counts.to_owned()]);
+        }
+    }
+    let mut lines = match changed {
+        0 => vec![format!("{replica}: reloaded; the config is as it was")],
+        _ => vec![format!("{replica}: reloaded"), table.to_string()],
+    };
+    let named = |list| {
+        let keys = keys(report, list).iter().map(|it| cell(&it["key"]));
+        keys.collect::<Vec<_>>().join(", ")
+    };
+    if !keys(report, "need_restart").is_empty() {
+        lines.push(format!(
+            "restart this replica for: {}",
+            named("need_restart")
+        ));
+    }
+    if !keys(report, "cluster_keeps").is_empty() {
+        let keys = named("cluster_keeps");
+        lines.push(format!(
+            "`quorate config apply` puts into the cluster: {keys}"
+        ));
+    }
+    for fault in keys(report, "faults") {
+        lines.push(format!("kept as it was: {}", cell(fault)));
+    }
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_needs_a_restart_is_named() {
+        let key = |key| json!({ "key": key, "before": 1, "after": 2 });
+        let report = json!({
+            "taken": [key("log.level")],
+            "need_restart": [key("limits.max_connections"), key("listen.data")],
+            "cluster_keeps": [key("admission.max_queue")],
+            "faults": ["tls.data.cert_file: expired"],
+        });
+        let shown = told("http://a:1", &report);
+        for line in [
+            "restart this replica for: limits.max_connections, listen.data",
+            "`quorate config apply` puts into the cluster: admission.max_queue",
+            "kept as it was: tls.data.cert_file: expired",
+        ] {
+            assert!(shown.lines().any(|it| it == line), "{line} in {shown}");
+        }
+        assert_eq!(Reloaded::Read(report).code(), 1);
+        let nothing = json!({ "taken": [], "need_restart": [], "cluster_keeps": [], "faults": [] });
+        let shown = told("http://a:1", &nothing);
+        assert_eq!(shown, "http://a:1: reloaded; the config is as it was");
+        assert_eq!(Reloaded::Read(nothing).code(), 0);
+    }
+}
