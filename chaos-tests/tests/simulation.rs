@@ -129,3 +129,15 @@ fn everything_fails() {
         held(&seed(number, 2500));
     }
 }
+
+/// Every fifth seed has an operator who gives small budgets; how often one is used up is drawn.
+#[test]
+fn budgets_are_used_up() {
+    let used_up = (1..6).map(|number| {
+        let report = held(&seed(5 * number, 3000));
+        let used_up = ("budget".to_owned(), "used up".to_owned());
+        report.outcomes.get(&used_up).copied().unwrap_or(0)
+    });
+    let requests: u64 = used_up.sum();
+    assert!(requests > 0, "nobody was over a budget");
+}

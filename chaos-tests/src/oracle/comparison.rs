@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use state::budgets::{BudgetPeriod, BudgetStatus};
 use state::codec::decode_envelope;
 use state::command::{Command, Envelope};
 use state::exact::KvMode;
@@ -202,6 +203,8 @@ impl ImageComparison<'_> {
             .map(|(name, it)| (name, (it.handle, it.draining)))
             .collect();
         self.same(StatePart::Settings, "the registry", &is, &must);
+        let (is, must) = (&image.secrets, &model.secrets);
+        self.same(StatePart::Settings, "whose secrets there are", is, must);
     }
 
     fn users(&mut self) {
@@ -210,8 +213,20 @@ impl ImageComparison<'_> {
             image.users.keys().chain(model.users.users.keys()).collect();
         for key in users {
             let is = image.users.get(key).copied();
-            let must = model.users.users.get(key).map(image_of);
+            let user = model.users.users.get(key);
+            // Compared by what it says of today.
+            let budget = is.map(|it| it.budget).unwrap_or_default();
+            let must = user.map(|user| image_of(user, budget));
             self.same(StatePart::Users, &format!("user {key}"), &is, &must);
+            let today = budget.left(BudgetPeriod::Day, model.users.stamp_ms, 0);
+            let is = today.map(|left| (left.used, left.limit));
+            let must = user.and_then(|user| model.users.today(user));
+            self.same(
+                StatePart::Users,
+                &format!("today of user {key}"),
+                &is,
+                &must,
+            );
         }
         let must = model.users.virtual_time();
         self.same(StatePart::Users, "virtual time", &image.virtual_time, &must);
@@ -287,12 +302,13 @@ impl ImageComparison<'_> {
     }
 }
 
-fn image_of(user: &ModelUser) -> UserImage {
+fn image_of(user: &ModelUser, budget: BudgetStatus) -> UserImage {
     UserImage {
         counter_milli_tokens: user.counter(),
         weight_milli: user.weight_milli,
         total: user.total,
         in_flight: user.in_flight.values().sum(),
         waiting: user.waiting.values().sum(),
+        budget,
     }
 }

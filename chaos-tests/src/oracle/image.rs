@@ -2,8 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use state::budgets::BudgetStatus;
 use state::exact::{KvMode, KvPosition};
-use state::ids::{AttemptId, BackendRef, BlockHash, ModelKey, ReplicaId, SessionId, UserKey};
+use state::ids::{
+    ApiKeyId, AttemptId, BackendRef, BlockHash, ModelKey, ReplicaId, SessionId, UserKey,
+};
+use state::keys::{ApiKeySpec, SecretHash};
 use state::users::UserUsage;
 use state::{Backend, RouterState};
 
@@ -30,6 +34,8 @@ pub struct StateImage {
     /// The present run of every replica, with the last sequence numbers of its outbox and of its
     /// admin lane.
     pub sessions: BTreeMap<ReplicaId, (SessionId, [u64; 2])>,
+    /// Secrets that API keys have at present, and whose requests come with them.
+    pub secrets: BTreeMap<ApiKeyId, (SecretHash, String)>,
     /// Every key that was asked for, with what it holds.
     pub registers: BTreeMap<RegisterKey, RegisterText>,
     /// Virtual time of the fair order.
@@ -98,6 +104,8 @@ pub struct UserImage {
     pub in_flight: u64,
     /// Requests that wait.
     pub waiting: u64,
+    /// The budget that counts, and what is used of it.
+    pub budget: BudgetStatus,
 }
 
 impl StateImage {
@@ -115,6 +123,7 @@ impl StateImage {
                 total: user.total,
                 in_flight: user.in_flight,
                 waiting: user.waiting,
+                budget: user.budget,
             };
             (user.key, image)
         });
@@ -129,6 +138,14 @@ impl StateImage {
             let seqs = [it.outbox_seq, it.admin_seq];
             (it.replica, (it.session, seqs))
         });
+        let view = state.view();
+        let api_keys = view.keys();
+        let secrets = api_keys.after(None).map(|key| {
+            let ApiKeySpec {
+                id, secret, user, ..
+            } = &key.spec;
+            (*id, (*secret, user.clone()))
+        });
         let registers = keys.into_iter();
         Self {
             index: state.applied().0,
@@ -139,6 +156,7 @@ impl StateImage {
             users: users.collect(),
             leases: leases.collect(),
             sessions: sessions.collect(),
+            secrets: secrets.collect(),
             registers: registers
                 .map(|key| (key.clone(), key.value_in(state)))
                 .collect(),

@@ -139,11 +139,7 @@ impl RegisterKey {
                     .then(|| format!("{:?}", registry.policy))
             }
             Self::Routing => view.registry().routing.as_ref().map(|it| format!("{it:?}")),
-            Self::Admission => view
-                .registry()
-                .admission
-                .as_ref()
-                .map(admission),
+            Self::Admission => view.registry().admission.as_ref().map(admission),
             Self::DefaultLimits => {
                 let limits = view.registry().user_defaults.limits;
                 (!limits.is_unbounded()).then(|| format!("{limits:?}"))
@@ -244,6 +240,13 @@ impl Registers {
             }
             Command::CreateKey(spec) => self.create_key(spec),
             Command::RevokeKey { id } => self.revoke_key(*id),
+            // What a rotation changes is secret.
+            Command::RotateKey { id, .. } => {
+                match self.held.contains_key(&RegisterKey::ApiKey(*id)) {
+                    true => Reply::Applied,
+                    false => Reply::Rejected(Rejection::UnknownKey { id: *id }),
+                }
+            }
             Command::EndKey { id } => {
                 let reply = self.revoke_key(*id);
                 if reply == Reply::Applied {

@@ -20,9 +20,12 @@ use std::collections::BTreeMap;
 
 use state::admission::{AdmissionSettings, ChargeInput, Grants, Order};
 use state::command::{
-    Charge, Command, Envelope, Item, LeaseOutcome, Rejection, Reply, UserChanges,
+    Charge, Command, Envelope, Item, LeaseOutcome, Rejection, Reply, UserChanges, UserDefaults,
 };
-use state::ids::{AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, UserKey};
+use state::ids::{
+    ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, UserKey,
+};
+use state::keys::SecretHash;
 use state::users::FairnessSettings;
 
 use super::register::{RegisterKey, Registers};
@@ -52,6 +55,8 @@ pub struct ReferenceModel {
     pub leases: BTreeMap<(ReplicaId, AttemptId), ModelLease>,
     /// What was used.
     pub users: ModelUsers,
+    /// Secrets that API keys have, and whose they are.
+    pub secrets: BTreeMap<ApiKeyId, (SecretHash, String)>,
     /// How far streams of KV events go.
     pub streams: ModelStreams,
     /// Bytes per token.
@@ -100,6 +105,7 @@ impl ReferenceModel {
             Dedup::Fresh => {}
         }
         self.time.pass(envelope.proposed_at_ms);
+        self.users.stamp_ms = envelope.proposed_at_ms;
         self.sessions.took(&envelope.origin, index);
         CommandEffect::Done(self.run(envelope))
     }
@@ -153,16 +159,22 @@ impl ReferenceModel {
             | Command::BeginRestore { .. }
             | Command::BeginRestoreOfKeys { .. }
             | Command::RestorePart { .. }
-            | Command::AbortRestore { .. }
-            | Command::ForgiveUser { .. } => {}
-            Command::CreateKey(_)
-            | Command::RevokeKey { .. }
-            | Command::EndKey { .. }
-            | Command::RotateKey { .. } => {}
+            | Command::AbortRestore { .. } => {}
+            Command::ForgiveUser { name } => self.users.forgive(name),
+            Command::CreateKey(spec) => {
+                self.secrets
+                    .insert(spec.id, (spec.secret, spec.user.clone()));
+            }
+            Command::RevokeKey { id } | Command::EndKey { id } => drop(self.secrets.remove(id)),
+            Command::RotateKey { id, secret, .. } => {
+                if let Some((present, _)) = self.secrets.get_mut(id) {
+                    *present = *secret;
+                }
+            }
             Command::ConfigureUser(changes) => self.configure(changes),
             Command::SetCacheScope { scope: None, .. } => {}
             Command::SetCacheScope { user, .. } => self.users.know_named(user.as_deref()),
-            Command::PutUserDefaults(defaults) => self.users.weigh_others(defaults.weight_milli),
+            Command::PutUserDefaults(defaults) => self.default_users(defaults),
             Command::DeleteUser { name } => self.users.delete(name),
             Command::PaceTime => self.pace(),
             // What is in its parts is not looked at.
@@ -178,6 +190,12 @@ impl ReferenceModel {
         if makes_known(changes) {
             self.users.know(self.users.key(&changes.name));
         }
+        self.users.plan(&changes.name, changes.budget);
+    }
+
+    fn default_users(&mut self, defaults: &UserDefaults) {
+        self.users.weigh_others(defaults.weight_milli);
+        self.users.plan_others(defaults.budget);
     }
 
     fn found(&mut self, command: &Command) {
@@ -206,15 +224,18 @@ impl ReferenceModel {
             self.admit_by(&founding.admission);
         }
         if let Command::FoundWithUserDefaults { defaults, .. } = command {
-            self.users.weigh_others(defaults.weight_milli);
+            self.default_users(defaults);
         }
     }
 
     /// What the writer of settings is to be told.
     fn write(&mut self, command: &Command) -> Reply {
-        if let Command::DeleteUser { name } = command
-            && let Err(reject) = self.users.check_delete(name)
-        {
+        let checked = match command {
+            Command::DeleteUser { name } => self.users.check_delete(name),
+            Command::ForgiveUser { name } => self.users.check_forgive(name),
+            _ => Ok(()),
+        };
+        if let Err(reject) = checked {
             return Reply::Rejected(reject);
         }
         self.registers.write(command)

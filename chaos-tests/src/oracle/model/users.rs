@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use state::admission::ChargeInput;
+use state::budgets::Budget;
 use state::command::{Charge, Rejection};
 use state::ids::{ReplicaId, UserKey};
 use state::prefix::user_key;
@@ -10,6 +11,7 @@ use state::users::{FairnessSettings, UserUsage};
 
 /// More of any count in one charge is taken as this.
 const TOKENS_MAX: u64 = 1 << 40;
+const DAY_MS: u64 = 24 * 3600 * 1000;
 
 /// All users.
 #[derive(Debug, Clone, Default)]
@@ -19,6 +21,10 @@ pub struct ModelUsers {
     hash_seed: u64,
     /// Weight of those without their own, in thousandths; 0 before any was set: 1000.
     default_milli: u32,
+    /// Budget of those without their own.
+    default_budget: Budget,
+    /// Stamp of the last command, which budgets go by.
+    pub stamp_ms: u64,
     /// Counter of whoever stopped waiting last, or since then was dispatched while nobody waits.
     last_left: Option<u64>,
     /// Counter at which the last one with requests in flight fell idle.
@@ -38,6 +44,10 @@ pub struct ModelUser {
     pub in_flight: BTreeMap<ReplicaId, u64>,
     /// Requests that wait, by replica.
     pub waiting: BTreeMap<ReplicaId, u64>,
+    /// Budget of its own, in tokens.
+    pub(super) own_budget: Option<Budget>,
+    /// Day that is counted, since 1970, and the tokens of it.
+    day: (u64, u64),
     /// Lifts, and what was charged under weights before this one, in milli-tokens.
     base: u64,
     /// Priced tokens charged under this weight.
@@ -49,6 +59,8 @@ impl Default for ModelUser {
         Self {
             weight_milli: 1000,
             has_weight: false,
+            own_budget: None,
+            day: (0, 0),
             total: UserUsage::default(),
             in_flight: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -81,6 +93,27 @@ impl ModelUser {
     pub fn counter(&self) -> u64 {
         let charged = self.charged * 1_000_000 / u128::from(self.weight_milli);
         self.base + u64::try_from(charged).unwrap_or(u64::MAX)
+    }
+
+    /// The day that a stamp counts for, and what is used of it. A stamp up to an hour before the day
+    /// that is counted counts for that.
+    fn of_day(&self, stamp_ms: u64) -> (u64, u64) {
+        let (day, used) = self.day;
+        let stamped = stamp_ms / DAY_MS;
+        let is_slightly_back = stamped < day && stamp_ms + DAY_MS / 24 >= day * DAY_MS;
+        match stamped == day || is_slightly_back {
+            true => (day, used),
+            false => (stamped, 0),
+        }
+    }
+
+    fn spend(&mut self, stamp_ms: u64, charge: &Charge) {
+        let parts = [charge.input_uncached, charge.input_cached, charge.output];
+        let tokens: u64 = parts.iter().map(|part| (*part).min(TOKENS_MAX)).sum();
+        if tokens > 0 {
+            let (day, used) = self.of_day(stamp_ms);
+            self.day = (day, used + tokens);
+        }
     }
 
     fn weigh(&mut self, weight_milli: u32) {
@@ -119,6 +152,49 @@ impl ModelUsers {
             weight_milli,
             ..ModelUser::default()
         })
+    }
+
+    /// A user gets a budget of its own, or none any more.
+    pub(super) fn plan(&mut self, name: &str, budget: Option<Budget>) {
+        let is_counted = !self.default_budget.is_unbounded();
+        let key = self.key(name);
+        let Some(user) = self.users.get_mut(&key) else {
+            return;
+        };
+        if let Some(budget) = budget {
+            user.own_budget = (!budget.is_unbounded()).then_some(budget);
+        }
+        if user.own_budget.is_none() && !is_counted {
+            user.day = (0, 0);
+        }
+    }
+
+    pub(super) fn check_forgive(&self, name: &str) -> Result<(), Rejection> {
+        match self.users.contains_key(&self.key(name)) {
+            true => Ok(()),
+            false => Err(Rejection::Invalid {
+                field: "name".to_owned(),
+                expected: "a user who is known".to_owned(),
+            }),
+        }
+    }
+
+    pub(super) fn forgive(&mut self, name: &str) {
+        let key = self.key(name);
+        if let Some(user) = self.users.get_mut(&key) {
+            user.day = (0, 0);
+        }
+    }
+
+    pub(super) fn plan_others(&mut self, budget: Budget) {
+        self.default_budget = budget;
+    }
+
+    /// What is used today of how much.
+    #[must_use]
+    pub fn today(&self, user: &ModelUser) -> Option<(u64, u64)> {
+        let limit = user.own_budget.unwrap_or(self.default_budget).day?;
+        Some((user.of_day(self.stamp_ms).1, limit))
     }
 
     /// Everybody without a weight has this one from here on.
@@ -186,7 +262,11 @@ impl ModelUsers {
     pub(super) fn charge(&mut self, replica: ReplicaId, charge: &Charge, due: u64) {
         let virtual_time = self.virtual_time();
         let has_queued = self.last_left.is_some() || self.anybody_waits();
+        let (stamp_ms, default) = (self.stamp_ms, self.default_budget);
         let user = self.user(charge.user);
+        if !user.own_budget.unwrap_or(default).is_unbounded() {
+            user.spend(stamp_ms, charge);
+        }
         let (was_waiting, was_idle) = (user.waits(), user.is_idle());
         let comes = charge.started > 0 || charge.queued > 0;
         if comes && !was_waiting && (has_queued || was_idle) {

@@ -11,6 +11,7 @@ mod events;
 mod health;
 mod limits;
 mod operator;
+mod planner;
 mod publisher;
 mod reader;
 mod wait;
@@ -173,6 +174,9 @@ impl WorkloadDriver {
         let desk = self.desk(run, core);
         handle.spawn(health::watch(desk.clone()));
         handle.spawn(operator::write(desk.clone()));
+        if planner::is_in(self.scene.seed) {
+            handle.spawn(planner::write(desk.clone()));
+        }
         handle.spawn(reader::read(desk.clone()));
         handle.spawn(events::read(desk.clone()));
         for number in 0..self.scene.clients {

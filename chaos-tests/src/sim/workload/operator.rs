@@ -91,6 +91,8 @@ fn name(command: &Command) -> &'static str {
         Command::ConfigureUser(_) => "configure-user",
         Command::PutUserDefaults(_) => "put-defaults",
         Command::CreateKey(_) => "create-key",
+        Command::RotateKey { .. } => "rotate-key",
+        Command::ForgiveUser { .. } => "forgive",
         Command::RevokeKey { .. } | Command::EndKey { .. } => "revoke-key",
         _ => "other",
     }
@@ -155,15 +157,20 @@ fn revoke(id: ApiKeyId, view: &StateView) -> Command {
 
 /// A key with a secret of its own.
 fn api_key(rng: &mut Rng) -> ApiKeySpec {
-    let mut secret = [0; 32];
-    secret[..8].copy_from_slice(&rng.next_u64().to_le_bytes());
+    let secret = secret(rng);
     ApiKeySpec {
         id: ApiKeyId(rng.below(API_KEYS)),
-        secret: SecretHash(secret),
+        secret,
         name: "sim".to_owned(),
         user: user(rng),
         ..ApiKeySpec::default()
     }
+}
+
+pub(super) fn secret(rng: &mut Rng) -> SecretHash {
+    let mut secret = [0; 32];
+    secret[..8].copy_from_slice(&rng.next_u64().to_le_bytes());
+    SecretHash(secret)
 }
 
 /// A budget that nobody uses up, or none, and sometimes a weight.

@@ -62,6 +62,14 @@ async fn look(desk: &ReplicaHandles, client: u32, key: RegisterKey) {
 
 /// Everything that can be read as a whole.
 pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
+    let mut keys = drawn_keys();
+    keys.extend([RegisterKey::DefaultLimits, RegisterKey::UserDefaults]);
+    keys
+}
+
+/// What is read again and again. What came later is not drawn, as another number of keys would make
+/// another world of every seed.
+fn drawn_keys() -> Vec<RegisterKey> {
     let backends = (0..BACKENDS).map(|number| RegisterKey::Backend(format!("b{number}")));
     let users = (0..USERS).map(|number| format!("u{number}"));
     let users = users.flat_map(|name| {
@@ -83,7 +91,7 @@ pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
 }
 
 fn key(rng: &mut Rng) -> RegisterKey {
-    let mut keys = keys();
+    let mut keys = drawn_keys();
     let at = rng.below(keys.len() as u64) as usize;
     keys.swap_remove(at)
 }

@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use api::admission::{AdmissionRequest, Admitted};
+use api::admission::{AdmissionRejection, AdmissionRequest, Admitted};
 use state::ids::Slot;
+use state::prefix::user_key;
+use state::quotas::PendingUse;
 use tokio::time::timeout;
 
 use super::ReplicaHandles;
@@ -44,6 +46,8 @@ pub(super) async fn admitted<C: AdmissionRequest>(
     excluded: &[Slot],
     patience: Duration,
 ) -> Result<Admitted, &'static str> {
+    // Nothing passes between this look and that of the admission.
+    let is_used_up = excluded.is_empty() && is_budget_used_up(desk, &**request);
     desk.scene.waiting.change(desk.run, 1);
     let admitted = timeout(patience, desk.admission.admit(request, excluded)).await;
     let waiting = desk.scene.waiting.change(desk.run, -1);
@@ -55,6 +59,9 @@ pub(super) async fn admitted<C: AdmissionRequest>(
             format!("{run}: {queued} requests are queued, of which {waiting} are waited for");
         desk.scene.ledger.blame(format!("I64: {detail}"));
     }
+    if is_used_up {
+        judge_used_up(desk, admitted.as_ref().ok());
+    }
     match admitted {
         Ok(Ok(admitted)) => Ok(admitted),
         Ok(Err(why)) => Err(not_admitted(why)),
@@ -65,8 +72,33 @@ pub(super) async fn admitted<C: AdmissionRequest>(
     }
 }
 
-fn not_admitted(why: api::admission::AdmissionRejection) -> &'static str {
-    use api::admission::AdmissionRejection;
+/// Whether the applied state has no budget left for whoever asks, by the clock that admission goes
+/// by.
+fn is_budget_used_up<C: AdmissionRequest>(desk: &ReplicaHandles, request: &C) -> bool {
+    let asked = request.ask(&[]);
+    let user = user_key(desk.view.registry().hash_seed, asked.user.as_str());
+    let unix_ms = desk.router.clock().unix_ms();
+    let quota = desk.view.quota(user);
+    quota.check_budget(unix_ms, &PendingUse::default()).is_err()
+}
+
+/// Blames a replica that lets somebody in whose budget is used up. I106.
+fn judge_used_up(desk: &ReplicaHandles, admitted: Option<&Result<Admitted, AdmissionRejection>>) {
+    match admitted {
+        Some(Err(AdmissionRejection::OverLimit(_))) => desk.scene.count("budget", "used up"),
+        how => {
+            let let_in = if matches!(how, Some(Ok(_))) {
+                "is let in"
+            } else {
+                "is not refused"
+            };
+            let detail = format!("{}: a user whose budget is used up {let_in}", desk.run);
+            desk.scene.ledger.blame(format!("I106: {detail}"));
+        }
+    }
+}
+
+fn not_admitted(why: AdmissionRejection) -> &'static str {
     match why {
         AdmissionRejection::NoBackend(_) => "no-backend",
         AdmissionRejection::OverLimit(_) => OVER_LIMIT,

@@ -1,0 +1,79 @@
+//! An operator who plans what users may use: budgets that are used up, defaults, keys with other
+//! secrets.
+//!
+//! It is there in every fifth seed, and draws by itself: worlds without it are as they would be if
+//! there were none.
+
+use lab::rng::Rng;
+use state::budgets::Budget;
+use state::command::{Command, UserChanges, UserDefaults};
+use state::ids::ApiKeyId;
+
+use super::{API_KEYS, ReplicaHandles, operator, think, user};
+
+/// What draws of this kind are told apart by.
+const KIND: u64 = 8;
+/// It is there in one of so many seeds.
+const SEEDS: u64 = 5;
+/// Pause between two writes, on average, milliseconds.
+const THINK_MS: u64 = 300;
+
+/// Whether it is there in the world of a seed.
+pub(super) fn is_in(seed: u64) -> bool {
+    seed.is_multiple_of(SEEDS)
+}
+
+/// Writes until nobody begins anything any more.
+pub(super) async fn write(desk: ReplicaHandles) {
+    let mut rng = desk.rng(KIND, 0);
+    let client = desk.scene.next_client();
+    while !desk.scene.is_over() {
+        think(&mut rng, THINK_MS).await;
+        if !desk.view.registry().initialised || desk.scene.is_over() {
+            continue;
+        }
+        let command = command(&mut rng);
+        operator::submit(&desk, client, command).await;
+    }
+}
+
+fn command(rng: &mut Rng) -> Command {
+    match rng.below(8) {
+        0..=3 => Command::ConfigureUser(Box::new(plan(rng))),
+        4 => Command::PutUserDefaults(Box::new(defaults(rng))),
+        5 => Command::ForgiveUser { name: user(rng) },
+        _ => Command::RotateKey {
+            id: ApiKeyId(rng.below(API_KEYS)),
+            secret: operator::secret(rng),
+            grace_ms: rng.below(2) * 1000,
+        },
+    }
+}
+
+/// A budget, of which some are used up soon, or none, and sometimes a weight.
+fn plan(rng: &mut Rng) -> UserChanges {
+    let day = [None, Some(200), Some(2000), Some(1 << 40)];
+    let month = [None, Some(5000), Some(1 << 41)];
+    let budget = Budget {
+        day: day[rng.below(4) as usize],
+        month: month[rng.below(3) as usize],
+    };
+    UserChanges {
+        name: user(rng),
+        weight_milli: (rng.below(4) == 0).then_some(1500),
+        budget: Some(budget),
+        ..UserChanges::default()
+    }
+}
+
+/// A budget that nobody uses up: whoever asks a healed cluster has it too.
+fn defaults(rng: &mut Rng) -> UserDefaults {
+    UserDefaults {
+        weight_milli: [500, 1000, 2000][rng.below(3) as usize],
+        budget: Budget {
+            day: (rng.below(2) == 0).then_some(1 << 40),
+            month: None,
+        },
+        ..UserDefaults::default()
+    }
+}
