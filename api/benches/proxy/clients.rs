@@ -194,4 +194,3 @@ async fn ask(stream: &mut MaybeTls, request: &[u8], buffer: &mut [u8]) {
 fn is_whole(answer: &[u8]) -> bool {
     answer.ends_with(b"\"END\"}") || answer.ends_with(b"\r\n0\r\n\r\n")
 }
-

@@ -116,4 +116,3 @@ pub(super) fn spawn_pump(engine: SocketAddr) -> MeasuredThread {
         }
     })
 }
-

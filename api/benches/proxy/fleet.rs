@@ -157,4 +157,3 @@ fn commands(engine: SocketAddr) -> Vec<Command> {
     }));
     commands
 }
-
