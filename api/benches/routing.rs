@@ -94,6 +94,7 @@ fn router(state: &RouterState) -> Arc<Router> {
             name: "*".to_owned(),
             tokenizer: Tokenizer::character(),
             block_size: Some(BLOCK_BYTES),
+            pairs: Default::default(),
         }],
         replica: ReplicaId(1),
         session: SessionId(1),
@@ -145,6 +146,7 @@ impl Fleet {
                 capacity_blocks: None,
                 kv_events: None,
                 kv_replay: None,
+                role: state::command::BackendRole::Both,
             }));
         }
         let router = router(&state);
@@ -224,6 +226,7 @@ fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
         labels: &[],
         excluded: &[],
         waiting_here: 0,
+        is_separable: false,
     }
 }
 

@@ -16,6 +16,8 @@ mod config_file;
 mod decisions;
 #[path = "cluster/dialects.rs"]
 mod dialects;
+#[path = "cluster/disaggregated.rs"]
+mod disaggregated;
 #[path = "cluster/engine_check.rs"]
 mod engine_check;
 #[path = "cluster/lora.rs"]

@@ -63,6 +63,7 @@ impl Bench {
                 capacity_blocks: None,
                 kv_events: None,
                 kv_replay: None,
+                role: state::command::BackendRole::Both,
             }));
             let backend = bench.state.backend(&id).expect("it was put").handle;
             bench.backends.push(backend);

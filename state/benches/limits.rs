@@ -64,6 +64,7 @@ impl Driver {
                 capacity_blocks: Some(30_000),
                 kv_events: None,
                 kv_replay: None,
+                role: state::command::BackendRole::Both,
             }));
         }
         driver.apply(Command::PutAdmission(AdmissionSettings {

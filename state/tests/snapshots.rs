@@ -7,7 +7,9 @@ use proptest::prelude::*;
 use state::RouterState;
 use state::budgets::{Budget, BudgetPeriod};
 use state::caches::CacheScope;
-use state::command::{Charge, Command, Envelope, Item, Lane, Origin, Reply, UserChanges};
+use state::command::{
+    BackendSpec, Charge, Command, Envelope, Item, Lane, Origin, Reply, UserChanges,
+};
 use state::ids::{LogIndex, ModelKey, ReplicaId, SessionId, Slot};
 use state::keys::{FoundKey, SecretHash};
 use state::prefix::user_key;
@@ -161,7 +163,7 @@ fn faults_name_their_place() {
     ];
     expect_test::expect![[r#"
         corrupt snapshot at byte 0: this is no snapshot of a router's state
-        corrupt snapshot at byte 8: format version 0, 7 or an earlier one expected
+        corrupt snapshot at byte 8: format version 0, 8 or an earlier one expected
         corrupt snapshot at byte 34: the header's checksum does not match
         corrupt snapshot at byte 42: the section's checksum does not match
         corrupt snapshot at byte 42: section of 4278190115 bytes, 268435456 at most
@@ -378,6 +380,25 @@ fn plans_of_users_survive_in_a_snapshot_of_version_6() {
     assert_eq!(user.models, ["m*"]);
     let hash = xxhash_rust::xxh3::xxh3_128(&bytes);
     expect_test::expect!["6f9042ee6e0e98379527cdd892fe628c"].assert_eq(&format!("{hash:032x}"));
+}
+
+#[test]
+fn roles_of_backends_survive_in_a_snapshot_of_version_8() {
+    let mut driver = Driver::new();
+    let version = |driver: &Driver| u16::from_le_bytes([snapshot(&driver.state)[8], 0]);
+    let before = version(&driver);
+    let role = state::command::BackendRole::Prefill;
+    let with_role = |role| BackendSpec {
+        role,
+        ..spec("p", 9, None)
+    };
+    driver.apply(1, Command::PutBackend(with_role(role)));
+    assert_eq!(version(&driver), 8);
+    let again = restored(&snapshot(&driver.state));
+    assert_eq!(again.digest(), driver.state.digest());
+    assert_eq!(again.backend("p").unwrap().spec.role, role);
+    driver.apply(1, Command::PutBackend(with_role(Default::default())));
+    assert_eq!(version(&driver), before);
 }
 
 #[test]

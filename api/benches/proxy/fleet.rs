@@ -83,6 +83,7 @@ impl Fleet {
             name,
             tokenizer: Tokenizer::character(),
             block_size: Some(128),
+            pairs: Default::default(),
         }];
         let router = Arc::new(Router::new(RouterParts {
             view: Arc::clone(&view),
@@ -153,6 +154,7 @@ fn commands(engine: SocketAddr) -> Vec<Command> {
             capacity_blocks: Some(30_000),
             kv_events: None,
             kv_replay: None,
+            role: state::command::BackendRole::Both,
         })
     }));
     commands

@@ -192,6 +192,7 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         labels: &[],
         excluded: &[],
         waiting_here: 0,
+        is_separable: false,
     };
     let decisions: Vec<_> = (0..PROMPTS)
         .map(|i| {

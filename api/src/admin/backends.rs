@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use state::Backend;
-use state::command::{BackendSpec, Command, EngineFacts};
+use state::command::{BackendRole, BackendSpec, Command, EngineFacts};
 use state::exact::{KvMode, KvStatus};
 use state::ids::{Incarnation, LogIndex, ReplicaId, Slot};
 use state::service::BackendServiceView;
@@ -35,6 +35,7 @@ struct BackendDetail {
     capacity_blocks: Option<u32>,
     kv_events: Option<String>,
     kv_replay: Option<String>,
+    role: BackendRole,
     capacity: CapacityDetail,
     state: BackendCondition,
     in_flight: InFlightCounts,
@@ -308,6 +309,7 @@ impl BackendContext {
             capacity_blocks: spec.capacity_blocks,
             kv_events: spec.kv_events,
             kv_replay: spec.kv_replay,
+            role: spec.role,
             in_flight,
             owned_blocks,
             ownership,
@@ -339,6 +341,8 @@ pub(super) struct PutBackendBody {
     capacity_blocks: Option<u32>,
     kv_events: Option<String>,
     kv_replay: Option<String>,
+    #[serde(default)]
+    role: BackendRole,
 }
 
 impl ReadBack for PutBackendBody {
@@ -390,6 +394,7 @@ pub(super) async fn put(
         capacity_blocks: body.capacity_blocks,
         kv_events: body.kv_events,
         kv_replay: body.kv_replay,
+        role: body.role,
     };
     let labels = spec.labels.iter().flat_map(|(name, value)| [name, value]);
     for text in spec.models.iter().chain(labels) {

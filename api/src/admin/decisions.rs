@@ -84,6 +84,9 @@ struct LastDecision {
     index: LogIndex,
     policy: &'static str,
     backend: String,
+    /// The backend that computed the prompt for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill: Option<String>,
     matched: u32,
     reason: Reason,
     waited_ms: f64,
@@ -156,6 +159,9 @@ struct AttemptView {
     waited_ms: f64,
     #[serde(flatten)]
     decision: DecisionView,
+    /// What came of the prompt at the backend that computes it for the chosen one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prefill_outcome: Option<&'static str>,
     /// Status of the engine's answer.
     status: Option<u16>,
     /// Why there was no answer.
@@ -186,7 +192,11 @@ pub(super) async fn list(
         let attempts = || record.attempts();
         let went_to = |backend: &String| {
             let attempts = attempts();
-            attempts.iter().any(|it| *it.decision.name == **backend)
+            let names = |it: &DecidedAttempt| {
+                let prefill = it.decision.prefill_name();
+                *it.decision.name == **backend || prefill.is_some_and(|it| **it == **backend)
+            };
+            attempts.iter().any(names)
         };
         is_there(&query.user, record.user.as_str())
             && is_there(&query.model, &record.model)
@@ -225,6 +235,7 @@ pub(super) async fn show(
         after_ms: ms(attempt.after),
         waited_ms: ms(attempt.waited),
         decision: attempt.decision.view(names),
+        prefill_outcome: attempt.decision.prefill_outcome(),
         status: attempt.decision.status(),
         failure: attempt.decision.failure(),
         outcome: attempt.decision.outcome().map(ReportView::of),
@@ -286,6 +297,7 @@ impl LastDecision {
             index: decision.index,
             policy: decision.policy_name(),
             backend: decision.name.to_string(),
+            prefill: decision.prefill_name().map(ToString::to_string),
             matched: decision.matched(),
             reason: decision.reason(),
             waited_ms: ms(attempt.waited),

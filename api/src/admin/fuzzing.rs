@@ -92,7 +92,7 @@ fn apply(command: Command) {
 /// Bodies of every kind.
 #[must_use]
 pub fn admin_body_seeds() -> Vec<Vec<u8>> {
-    let spec = r#"{"id":"a","url":"http://10.0.0.1:8000","models":["m","*"],"labels":{"zone":"x"},"capacity_blocks":2048,"kv_events":"tcp://*:5557?ranks=2","kv_replay":"auto"}"#;
+    let spec = r#"{"id":"a","url":"http://10.0.0.1:8000","models":["m","*"],"labels":{"zone":"x"},"capacity_blocks":2048,"kv_events":"tcp://*:5557?ranks=2","kv_replay":"auto","role":"decode"}"#;
     let mut seeds = vec![kind(0, spec), kind(7, spec)];
     let json = |value: Result<String, serde_json::Error>| {
         value.expect("settings are written as JSON whatever they are")

@@ -238,6 +238,7 @@ mod tests {
                 capacity_blocks: None,
                 kv_events: None,
                 kv_replay: None,
+                role: state::command::BackendRole::Both,
             },
             draining: false,
             facts,

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 
 /// Maximum number of buffers in a [`Segments`] body.
-const SEGMENTS_MAX: usize = 5;
+const SEGMENTS_MAX: usize = 7;
 
-/// A request body of up to five buffers, sent one after another without joining them.
+/// A request body of up to seven buffers, sent one after another without joining them.
 #[derive(Debug, Clone, Default)]
 pub struct Segments {
     parts: [Bytes; SEGMENTS_MAX],
@@ -19,7 +19,7 @@ impl Segments {
     /// Creates a body of `parts`, in order. Empty ones are skipped.
     #[must_use]
     pub fn new<const COUNT: usize>(parts: [Bytes; COUNT]) -> Self {
-        const { assert!(COUNT + 2 <= SEGMENTS_MAX) };
+        const { assert!(COUNT + 4 <= SEGMENTS_MAX) };
         let mut all = Self::default();
         all.parts
             .iter_mut()
@@ -29,14 +29,14 @@ impl Segments {
     }
 
     /// The same with `part` at byte `at` of the first buffer. For bodies as [`Segments::new`] makes
-    /// them.
+    /// them, up to twice.
     #[must_use]
     pub fn with_inserted(self, at: usize, part: Bytes) -> Self {
-        let [first, second, third, ..] = self.parts;
+        let [first, second, third, fourth, fifth, ..] = self.parts;
         let at = at.min(first.len());
         let (before, behind) = (first.slice(..at), first.slice(at..));
         Self {
-            parts: [before, part, behind, second, third],
+            parts: [before, part, behind, second, third, fourth, fifth],
         }
     }
 

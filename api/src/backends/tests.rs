@@ -64,6 +64,7 @@ impl Cluster {
             capacity_blocks: None,
             kv_events: None,
             kv_replay: None,
+            role: state::command::BackendRole::Both,
         }));
     }
 }

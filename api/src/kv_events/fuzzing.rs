@@ -332,6 +332,7 @@ impl Rig {
             capacity_blocks: Some(100),
             kv_events: Some("tcp://*:5557".to_owned()),
             kv_replay: None,
+            role: state::command::BackendRole::Both,
         }));
         let backend = rig.state.backends().next().map(|backend| backend.handle);
         rig.backend = backend.expect("it was just put");

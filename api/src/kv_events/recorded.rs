@@ -76,6 +76,7 @@ impl Rig {
             capacity_blocks: None,
             kv_events: Some("tcp://127.0.0.1:2".to_owned()),
             kv_replay: None,
+            role: state::command::BackendRole::Both,
         }));
         rig.backend = rig.steady.backend("gpu").unwrap().handle;
         rig

@@ -34,6 +34,7 @@ mod tokens;
 use std::sync::Arc;
 
 use state::ids::BlockHash;
+use state::policy::PairSettings;
 use state::prefix::ChainRoot;
 use state::ratios::TokenRatio;
 
@@ -193,6 +194,8 @@ pub struct ModelSettings {
     /// Tokens (for `character`: bytes) per block. `None`: as the model's engines say (for
     /// `character`: the default).
     pub block_size: Option<u32>,
+    /// When its prompts go through a prefill backend.
+    pub pairs: PairSettings,
 }
 
 impl ModelSettings {
@@ -203,6 +206,7 @@ impl ModelSettings {
             name: name.to_owned(),
             tokenizer: Tokenizer::character(),
             block_size: Some(block_size),
+            pairs: PairSettings::default(),
         }
     }
 }

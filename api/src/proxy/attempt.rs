@@ -14,7 +14,7 @@ use http::header::CONTENT_LENGTH;
 use http::{Method, Request, Response, Uri, Version};
 use http_body_util::{BodyExt, Limited};
 use state::Backend;
-use state::ids::UserKey;
+use state::ids::{BackendRef, UserKey};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Proxy;
@@ -38,21 +38,31 @@ pub(super) struct OutgoingRequest<'a> {
     pub(super) body: Segments,
     /// The body for engines that know salts, of a user whose cached blocks are kept apart.
     pub(super) salted: Option<Segments>,
+    /// What the engine that answers is told of a prompt that another has computed.
+    pub(super) transfer: Option<Bytes>,
     pub(super) first_byte_by: Instant,
     pub(super) watched: WatchedRequest,
 }
 
 impl OutgoingRequest<'_> {
     /// The body for the engine of `backend`.
-    fn body_for(&self, proxy: &Proxy, backend: &Backend) -> &Segments {
-        let isolation = self.asked.identity.isolation;
-        let salted = self.salted.as_ref().filter(|_| {
-            isolation == CacheIsolation::Required || proxy.backends.knows_salts(backend)
-        });
-        if salted.is_none() && isolation != CacheIsolation::None {
+    fn body_for(&self, proxy: &Proxy, backend: &Backend) -> Segments {
+        let is_salted = self.salts(proxy, backend);
+        if !is_salted && self.asked.identity.isolation != CacheIsolation::None {
             proxy.metrics.unsalted.inc();
         }
-        salted.unwrap_or(&self.body)
+        let salted = self.salted.as_ref().filter(|_| is_salted);
+        let body = salted.unwrap_or(&self.body).clone();
+        match &self.transfer {
+            None => body,
+            Some(member) => body.with_inserted(self.asked.parsed.insert_at, member.clone()),
+        }
+    }
+
+    /// Whether the engine of `backend` gets the salt of the user's cached blocks.
+    pub(super) fn salts(&self, proxy: &Proxy, backend: &Backend) -> bool {
+        let is_required = self.asked.identity.isolation == CacheIsolation::Required;
+        self.salted.is_some() && (is_required || proxy.backends.knows_salts(backend))
     }
 }
 
@@ -116,7 +126,7 @@ enum Outcome {
 
 /// Why an attempt has no answer.
 #[derive(Debug)]
-enum AttemptFailure {
+pub(super) enum AttemptFailure {
     /// The backend was removed, or replaced by another, since it was chosen.
     Gone,
     /// This replica had no descriptor or port left for a connection.
@@ -134,7 +144,7 @@ enum AttemptFailure {
 }
 
 impl AttemptFailure {
-    fn of(error: SendError, is_sent: bool) -> Self {
+    pub(super) fn of(error: SendError, is_sent: bool) -> Self {
         match error {
             SendError::Gone => Self::Gone,
             error if error.is_local() => Self::OutOfConnections(error),
@@ -149,7 +159,7 @@ impl AttemptFailure {
     }
 
     /// As the admin API names it.
-    fn label(&self) -> &'static str {
+    pub(super) fn label(&self) -> &'static str {
         match self {
             Self::Gone => "backend-removed",
             Self::OutOfConnections(_) => "out-of-connections",
@@ -172,7 +182,22 @@ impl AttemptFailure {
         }
     }
 
-    fn end(&self) -> AttemptEnd {
+    /// Tells the circuit of `backend`. It hears of a request that timed out after it was sent by the
+    /// end of the attempt.
+    pub(super) fn report(&self, proxy: &Proxy, backend: BackendRef, user: UserKey) {
+        let (backends, now) = (&proxy.backends, Instant::now());
+        match self {
+            Self::Gone | Self::OutOfConnections(_) | Self::TimedOut => {}
+            Self::Unreachable(_) | Self::TimedOutUnsent => {
+                backends.report_no_answer(backend, None, now);
+            }
+            Self::BrokeUnsent(_) | Self::Broke(_) => {
+                backends.report_no_answer(backend, Some(user), now);
+            }
+        }
+    }
+
+    pub(super) fn end(&self) -> AttemptEnd {
         match self {
             Self::Gone
             | Self::OutOfConnections(_)
@@ -221,8 +246,7 @@ impl Outcome {
         }
     }
 
-    /// Tells the backend's circuit. It hears of a successful answer once its body begins, and of a
-    /// request that timed out after it was sent by the end of the attempt.
+    /// Tells the backend's circuit. It hears of a successful answer once its body begins.
     fn report(&self, proxy: &Proxy, decision: &Decision, user: UserKey) {
         let (backends, backend, now) = (&proxy.backends, decision.backend, Instant::now());
         match self {
@@ -235,17 +259,7 @@ impl Outcome {
             Self::Answer(_) | Self::Refusal(_) | Self::Redirection => {
                 backends.report_no_answer(backend, Some(user), now);
             }
-            Self::Failure(failure) => match failure {
-                AttemptFailure::Gone
-                | AttemptFailure::OutOfConnections(_)
-                | AttemptFailure::TimedOut => {}
-                AttemptFailure::Unreachable(_) | AttemptFailure::TimedOutUnsent => {
-                    backends.report_no_answer(backend, None, now);
-                }
-                AttemptFailure::BrokeUnsent(_) | AttemptFailure::Broke(_) => {
-                    backends.report_no_answer(backend, Some(user), now);
-                }
-            },
+            Self::Failure(failure) => failure.report(proxy, backend, user),
         }
     }
 }
@@ -259,12 +273,25 @@ pub(super) async fn attempt(
     is_last: bool,
 ) -> AttemptResult {
     let pending = PendingAttempt::of(attempt);
-    let send = send(proxy, sending, decision, &pending.is_sent);
+    let request = Post {
+        body: &|backend: &Backend| sending.body_for(proxy, backend),
+        sent: &|| pending.is_sent.store(true, Relaxed),
+    };
+    let send = post(
+        proxy,
+        sending.asked,
+        &sending.uri,
+        decision.backend,
+        request,
+    );
     let sent = timeout_at(sending.first_byte_by, send).await;
     let (attempt, is_sent) = pending.over();
     let outcome = match sent {
         Ok(Ok(response)) => {
-            let is_refusal = proxy.settings.retry_statuses.contains(&response.status());
+            let status = response.status();
+            // Engines answer so when they cannot fetch the prompt's blocks.
+            let is_transfer_lost = sending.transfer.is_some() && status.is_server_error();
+            let is_refusal = is_transfer_lost || proxy.settings.retry_statuses.contains(&status);
             Outcome::of(response, is_refusal && !is_last)
         }
         Ok(Err(error)) => Outcome::Failure(AttemptFailure::of(error, is_sent)),
@@ -302,15 +329,15 @@ pub(super) async fn attempt(
         Outcome::Failure(failure) => failure,
     };
     attempt.end(failure.end(), Instant::now());
-    note(proxy, sending, decision, &failure);
+    note(proxy, sending, (decision.backend, &decision.name), &failure);
     failure.result()
 }
 
 /// What else follows from a failure: for the backend's health, the connections and the suspects.
-fn note(
+pub(super) fn note(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
-    decision: &Decision,
+    (backend, name): (BackendRef, &str),
     failure: &AttemptFailure,
 ) {
     let request_id = sending.asked.request_id.to_str().unwrap_or_default();
@@ -318,10 +345,10 @@ fn note(
         AttemptFailure::TimedOutUnsent | AttemptFailure::TimedOut => {}
         AttemptFailure::Gone => {
             let error = SendError::Gone;
-            tracing::debug!(request_id, backend = &*decision.name, %error, "attempt failed");
+            tracing::debug!(request_id, backend = name, %error, "attempt failed");
         }
         AttemptFailure::OutOfConnections(error) => {
-            tracing::debug!(request_id, backend = &*decision.name, %error, "could not query backend");
+            tracing::debug!(request_id, backend = name, %error, "could not query backend");
             proxy.pool.close_idle();
         }
         AttemptFailure::Unreachable(error)
@@ -330,21 +357,21 @@ fn note(
             if let AttemptFailure::Broke(_) = failure {
                 sending.watched.broke();
             }
-            proxy.backends.report_failure(decision.backend.slot);
-            tracing::debug!(request_id, backend = &*decision.name, %error, "attempt failed");
+            proxy.backends.report_failure(backend.slot);
+            tracing::debug!(request_id, backend = name, %error, "attempt failed");
         }
     }
 }
 
 /// An attempt while its answer's head is waited for. A client that leaves then pays only if its
 /// request was sent.
-struct PendingAttempt {
+pub(super) struct PendingAttempt {
     attempt: Option<Attempt>,
-    is_sent: AtomicBool,
+    pub(super) is_sent: AtomicBool,
 }
 
 impl PendingAttempt {
-    fn of(attempt: Attempt) -> Self {
+    pub(super) fn of(attempt: Attempt) -> Self {
         Self {
             attempt: Some(attempt),
             is_sent: AtomicBool::new(false),
@@ -352,7 +379,7 @@ impl PendingAttempt {
     }
 
     /// The wait is over: the attempt, and whether its request was sent.
-    fn over(mut self) -> (Attempt, bool) {
+    pub(super) fn over(mut self) -> (Attempt, bool) {
         let attempt = self.attempt.take();
         let is_sent = self.is_sent.load(Relaxed);
         (attempt.expect("it is taken here only"), is_sent)
@@ -371,22 +398,29 @@ impl Drop for PendingAttempt {
     }
 }
 
-async fn send(
+/// What goes to an engine.
+pub(super) struct Post<'a> {
+    /// The body for the engine of a backend.
+    pub(super) body: &'a (dyn Fn(&Backend) -> Segments + Sync),
+    /// Called when it goes over a connection.
+    pub(super) sent: &'a (dyn Fn() + Sync),
+}
+
+/// Sends a client's request to the engine of `to`.
+pub(super) async fn post(
     proxy: &Proxy,
-    sending: &OutgoingRequest<'_>,
-    decision: &Decision,
-    is_sent: &AtomicBool,
+    asked: &ProxiedRequest,
+    uri: &Uri,
+    to: BackendRef,
+    post: Post<'_>,
 ) -> Result<Response<EngineBody>, SendError> {
-    let asked = sending.asked;
     let registry = proxy.view.registry();
     let backend = registry
-        .backend(decision.backend.slot)
-        .filter(|backend| backend.handle == decision.backend)
+        .backend(to.slot)
+        .filter(|backend| backend.handle == to)
         .ok_or(SendError::Gone)?;
-    let endpoint = proxy
-        .pool
-        .endpoint(decision.backend, backend.spec.url.as_str())?;
-    let body = sending.body_for(proxy, backend);
+    let endpoint = proxy.pool.endpoint(to, backend.spec.url.as_str())?;
+    let body = (post.body)(backend);
     let keys = proxy.backends.keys();
     let engine_key = keys.of_requests(&backend.spec.id, &backend.spec.url);
     drop(registry);
@@ -399,10 +433,10 @@ async fn send(
         strip: &proxy.settings.strip_headers,
     };
     let build = || {
-        is_sent.store(true, Relaxed);
+        (post.sent)();
         let mut request = Request::new(body.clone());
         *request.method_mut() = Method::POST;
-        *request.uri_mut() = sending.uri.clone();
+        *request.uri_mut() = uri.clone();
         *request.headers_mut() = toward_engine(&asked.head.headers, endpoint.host(), &hop);
         request
     };

@@ -16,6 +16,8 @@ use crate::routing::{Decision, POLICY};
 /// The replica that answers.
 const REPLICA: HeaderName = HeaderName::from_static("x-quorate-replica");
 const BACKEND: HeaderName = HeaderName::from_static("x-quorate-backend");
+/// The backend that computed the prompt, where it is another.
+const PREFILL: HeaderName = HeaderName::from_static("x-quorate-prefill");
 const PREFIX: HeaderName = HeaderName::from_static("x-quorate-prefix");
 const INDEX: HeaderName = HeaderName::from_static("x-quorate-index");
 /// Headers of the request that the config gives no effect.
@@ -30,8 +32,8 @@ pub enum Expose {
     /// `x-request-id` and `x-quorate-replica`, and `x-quorate-ignored` where there is cause.
     #[default]
     Basic,
-    /// These and, of an answer that is no refusal, the decision: `x-quorate-backend`, `-policy`,
-    /// `-prefix` and `-index`. For clients that may know what others asked.
+    /// These and, of an answer that is no refusal, the decision: `x-quorate-backend`, `-prefill`,
+    /// `-policy`, `-prefix` and `-index`. For clients that may know what others asked.
     Full,
 }
 
@@ -45,7 +47,12 @@ impl Expose {
             headers.insert(BACKEND, name);
         }
         headers.insert(POLICY, HeaderValue::from_static(decision.policy));
-        headers.insert(PREFIX, prefix(decision.matched, decision.total));
+        let prefill = decision.prefill.as_ref();
+        if let Some(Ok(name)) = prefill.map(|it| HeaderValue::from_str(&it.name)) {
+            headers.insert(PREFILL, name);
+        }
+        let matched = prefill.map_or(decision.matched, |it| it.matched);
+        headers.insert(PREFIX, prefix(matched, decision.total));
         headers.insert(INDEX, HeaderValue::from(decision.index.0));
     }
 

@@ -21,6 +21,7 @@ use super::ahead::ReadAheadBounds;
 use super::attempt::{AttemptResult, NotRun, OutgoingRequest, attempt};
 use super::beginning::is_framed;
 use super::dialect::Dialect;
+use super::disaggregate::disaggregate;
 use super::durable::WithheldEnd;
 use super::headers::clean_answer;
 use super::metrics::RequestMetricsGuard;
@@ -81,10 +82,12 @@ pub(super) async fn forward(
         uri,
         salted: salted(&asked.parsed, asked.identity.isolation, &body),
         body,
+        transfer: None,
         first_byte_by: Instant::now(),
         watched: proxy.suspects.watch(asked),
     };
     let mut excluded: Vec<Slot> = Vec::new();
+    let mut tried = 0;
     let mut last = None;
     loop {
         let arrived = Instant::now();
@@ -98,12 +101,23 @@ pub(super) async fn forward(
                 .decisions
                 .decided(record, &decision, arrived.elapsed());
         }
-        taken.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         sending.watched.sent();
-        let is_last = excluded.len() + 1 >= proxy.settings.attempts_max;
+        let is_last = tried + 1 >= proxy.settings.attempts_max;
+        let staged = disaggregate(proxy, &sending, &decision, taken).await?;
+        sending.transfer = staged.transfer;
+        if let (None, Some(prefill)) = (&sending.transfer, &decision.prefill) {
+            excluded.push(prefill.backend.slot);
+        }
+        taken = staged.attempt;
+        taken.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
+        sending.watched.sent();
+        let sent_at = Instant::now();
         match attempt(proxy, &sending, &decision, taken, is_last).await {
             AttemptResult::Answered(response, attempt) => {
+                if sending.transfer.is_some() {
+                    proxy.metrics.decoded(sent_at.elapsed());
+                }
                 let relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
                 return Ok(ForwardResult::Relayed(relayed));
             }
@@ -116,7 +130,14 @@ pub(super) async fn forward(
             AttemptResult::NotRun(how) => last = Some(how),
         }
         proxy.metrics.retries.inc();
-        excluded.push(decision.backend.slot);
+        tried += 1;
+        excluded.push(match (&last, &decision.prefill) {
+            // The transfer may be at fault: the same backend may compute the prompt itself.
+            (Some(NotRun::Refused(_)), Some(prefill)) if sending.transfer.is_some() => {
+                prefill.backend.slot
+            }
+            (_, _) => decision.backend.slot,
+        });
     }
 }
 

@@ -19,6 +19,7 @@ use super::clients::{ConnectionRequestGuard, UserRequestGuard};
 use super::decisions::RequestRecord;
 use super::model_metrics::{ModelMeter, ModelMetrics};
 pub use super::outcome::RequestOutcome;
+use super::stage_metrics::StageMetrics;
 use crate::backends::pool::PoolCounters;
 use crate::error::ProxyError;
 
@@ -76,6 +77,8 @@ pub struct ProxyMetrics {
     pub pool: PoolCounters,
     /// The same by model.
     pub(super) models: ModelMetrics,
+    /// Requests on two backends.
+    pub(super) stages: StageMetrics,
 }
 
 impl Default for ModelMetrics {
@@ -86,7 +89,7 @@ impl Default for ModelMetrics {
 
 /// A histogram of seconds.
 #[derive(Debug, Clone)]
-pub struct Seconds(Histogram);
+pub struct Seconds(pub(super) Histogram);
 
 impl Default for Seconds {
     fn default() -> Self {
@@ -100,7 +103,7 @@ impl Seconds {
         Histogram::new(BUCKETS_S)
     }
 
-    fn observe(&self, time: Duration) {
+    pub(super) fn observe(&self, time: Duration) {
         self.0.observe(time.as_secs_f64());
     }
 }
@@ -175,6 +178,7 @@ impl ProxyMetrics {
             self.answer_bytes.clone(),
         );
         self.models.register(registry);
+        self.stages.register(registry);
         self.register_connections(registry);
     }
 

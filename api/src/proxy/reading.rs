@@ -72,6 +72,8 @@ pub struct ClientRequest {
     pub priority: i16,
     /// How long its client waits, as it tells.
     pub deadline: Option<Duration>,
+    /// Whether one backend may compute its prompt and another answer it.
+    pub is_separable: bool,
     _made_by: ReaderOnly,
 }
 
@@ -97,8 +99,19 @@ impl ClientRequest {
             labels: &self.preferences.labels,
             excluded,
             waiting_here: 0,
+            is_separable: self.is_separable,
         }
     }
+}
+
+/// Whether the stages of a request can be apart: engines hand over the cache of one prompt with one
+/// answer, which they look up in the prefix cache.
+fn is_separable(path: &str, parsed: &ParsedBody) -> bool {
+    matches!(path, "/v1/chat/completions" | "/v1/completions")
+        && parsed.choices == 1
+        && parsed.batch.prompts == 0
+        && !parsed.skips_cache
+        && parsed.insert_at > 0
 }
 
 impl RequestReader {
@@ -178,6 +191,7 @@ impl RequestReader {
         let request = ClientRequest {
             preferences: self.decider.preferences(headers)?,
             deadline: deadline::told(headers),
+            is_separable: is_separable(head.path, &parsed),
             priority,
             user: name,
             user_source: source,

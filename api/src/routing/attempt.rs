@@ -12,6 +12,7 @@
 //! have run, and costs its prompt and that estimate.
 
 mod report;
+mod stages;
 
 use std::sync::Arc;
 
@@ -20,9 +21,11 @@ use state::admission::{AdmissionSettings, Advance, CreditLedger, Order, Pricing,
 use state::command::{Charge, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
 use state::prefix::model_key;
+use state::service::ServiceSample;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
+use self::stages::PrefillStage;
 use super::dispatch::Dispatcher;
 use super::hidden::HiddenOutput;
 use super::lengths::ExpectedOutput;
@@ -70,6 +73,8 @@ pub(super) struct OpenAttempt {
     /// `None`: output cannot continue the prompt.
     reply: Option<ReplyChain>,
     prompt: PromptSize,
+    /// The stage at another backend, which computes the prompt; `None`: this one does.
+    prefill: Option<PrefillStage>,
     usage: Option<Usage>,
     /// What the answer looks like; `None`: it did not begin.
     form: Option<AnswerForm>,
@@ -112,15 +117,24 @@ impl Dispatcher {
         terms: DispatchTerms,
         now: Instant,
     ) -> Attempt {
-        let (decision, place) = (decision.clone(), self.load.take(decision.backend));
-        self.dispatch_to(PlacedRequest { decision, place }, ask, terms, now)
+        let prefill = decision.prefill.as_ref();
+        let placed = PlacedRequest {
+            decision: decision.clone(),
+            place: self.load.take(decision.backend),
+            prefill: prefill.map(|prefill| self.load.take(prefill.backend)),
+        };
+        self.dispatch_to(placed, ask, terms, now)
     }
 
     /// Notes that a request goes to the decided backend now: load, overlay and outbox know it
     /// before this returns.
     pub fn dispatch_to(
         self: &Arc<Self>,
-        PlacedRequest { decision, place }: PlacedRequest,
+        PlacedRequest {
+            decision,
+            place,
+            prefill,
+        }: PlacedRequest,
         ask: &RoutingRequest<'_>,
         terms: DispatchTerms,
         now: Instant,
@@ -131,8 +145,27 @@ impl Dispatcher {
         let hash_seed = registry.hash_seed;
         let pricing = pricing_of(&registry);
         let model = model_key(hash_seed, ask.model);
-        let prompt = PromptSize::of(identity, decision.matched, &registry);
+        let here = PromptSize::of(identity, decision.matched, &registry);
+        let stages = decision.prefill.as_ref().zip(prefill);
+        let computing = stages
+            .as_ref()
+            .map_or(decision.matched, |(it, _)| it.matched);
+        let prompt = PromptSize::of(identity, computing, &registry);
         let uncached_tokens = prompt.tokens - prompt.predicted;
+        let (prefill, computed_here) = match stages {
+            None => (None, uncached_tokens),
+            Some(stages) => {
+                let at = (&*registry, now);
+                let attempt = self.begin_prefill(stages, decision.touch, ask, at);
+                let stage = PrefillStage {
+                    attempt: Some(attempt),
+                    fetched: here,
+                    cached_tokens: None,
+                    ended: None,
+                };
+                (Some(stage), 0)
+            }
+        };
         let expected = is_predicted(registry.admission.as_ref()).then(|| {
             let user = ask.user.key(hash_seed);
             ExpectedOutput::of(&self.view, user, model, terms.tokens_max)
@@ -144,8 +177,8 @@ impl Dispatcher {
         };
         let mut before = self.load.cluster(backend, now);
         before.running = before.running.saturating_sub(1);
-        let stopwatch = AttemptTimer::start(before, uncached_tokens, now);
-        let underway = place.into_guard(uncached_tokens);
+        let stopwatch = AttemptTimer::start(before, computed_here, now);
+        let underway = place.into_guard(computed_here);
         self.backends.sent(backend.slot, ask.model);
         let meter = InFlightGuard::at(self.fleet.meter(backend, &decision.name));
         let held = self.held(backend, &identity.chain, decision.matched);
@@ -171,6 +204,7 @@ impl Dispatcher {
             meter,
             reply: ReplyChain::of(identity),
             prompt,
+            prefill,
             usage: None,
             form: None,
             unreported_bytes: 0,
@@ -190,7 +224,12 @@ impl Dispatcher {
 
     /// Leading blocks of `chain` that `backend` holds or is about to, `matched` at least: beyond
     /// what a match may count, for the tip of a lease.
-    fn held(&self, backend: BackendRef, chain: &[state::ids::BlockHash], matched: u32) -> usize {
+    pub(super) fn held(
+        &self,
+        backend: BackendRef,
+        chain: &[state::ids::BlockHash],
+        matched: u32,
+    ) -> usize {
         let mut held = matched;
         while chain
             .get(held as usize)
@@ -215,6 +254,7 @@ impl Attempt {
     pub fn first_byte(&mut self, now: Instant) {
         if let Some(open) = &mut self.open {
             open.underway.first_byte();
+            open.end_prefill();
             open.began.get_or_insert(now);
             self.dispatcher
                 .backends
@@ -228,6 +268,11 @@ impl Attempt {
         if let Some(open) = &mut self.open {
             let stopwatch = &mut open.stopwatch;
             let samples = &self.dispatcher.samples;
+            if open.prefill.is_some() {
+                // It tells of two backends; gaps between tokens are counted from here on.
+                stopwatch.first_token(now, &mut ServiceSample::empty(open.backend));
+                return;
+            }
             samples.add(open.backend, now, |sample| {
                 stopwatch.first_token(now, sample);
             });
@@ -251,6 +296,7 @@ impl Attempt {
     /// What the engine has reported so far; the highest report counts.
     pub fn usage(&mut self, usage: Usage, now: Instant) {
         let Some(open) = &mut self.open else { return };
+        let usage = open.believed(usage);
         let mut known = open.usage.unwrap_or_default();
         known.prompt_tokens = known.prompt_tokens.max(usage.prompt_tokens);
         known.cached_tokens = known.cached_tokens.max(usage.cached_tokens);
@@ -497,7 +543,7 @@ impl OpenAttempt {
     fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> u64 {
         let Some(hidden) = self.hidden else { return 0 };
         let made_by = self.began.filter(|_| hidden.is_whole_at_once);
-        let elapsed = self.stopwatch.elapsed(made_by.unwrap_or(now));
+        let elapsed = self.at_work(made_by.unwrap_or(now));
         let running = dispatcher.load.cluster(self.backend, now).running;
         let service = dispatcher.view.service();
         let served = service.get(self.backend.slot);

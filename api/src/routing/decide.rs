@@ -18,6 +18,7 @@ use super::fleet::{DecisionScratch, Fleet, RoutingTable, SCRATCH, matchable, pol
 use super::load_reader::LoadReader;
 use super::metrics::RoutingMetrics;
 use super::outbox::Overlay;
+use super::pairs::{PairRules, WholeDecision};
 use super::panic::Panics;
 use super::record::{DecisionBasis, DecisionRecord};
 use super::select::SelectSettings;
@@ -37,6 +38,8 @@ pub struct Decider {
     /// Policies that a request may ask for.
     pub(super) overrides: Vec<Arc<PolicyConfig>>,
     pub(super) select: SelectSettings,
+    /// When requests go to two backends.
+    pub(super) pairs: PairRules,
     /// Whether decisions keep what they went by.
     pub(super) is_recording: bool,
     pub(super) metrics: RoutingMetrics,
@@ -63,6 +66,7 @@ impl Decider {
             0
         };
         let request = self.request(&fleet, ask, &needs, turn);
+        let fetched = request.fetched();
         let decided = SCRATCH.with_borrow_mut(|scratch| {
             let mut verdicts = self.verdicts(&fleet, scratch);
             let admitted = self.admit(&fleet, ask, now, scratch, |at, verdict| {
@@ -79,22 +83,42 @@ impl Decider {
             self.supplement(&fleet, &needs, scratch);
             let choice = policy::choose(config, &request, &scratch.candidates);
             let choice = choice.ok_or(RoutingRejection::NoneHealthy)?;
-            let basis = DecisionBasis {
+            let mut basis = DecisionBasis {
                 index,
                 policy: config,
                 policy_source,
                 request: &request,
                 choice,
             };
-            let kept = || Arc::new(DecisionRecord::of(&fleet, &basis, scratch));
+            let asked = basis;
+            let whole = WholeDecision {
+                fleet: &fleet,
+                ask,
+                basis: &asked,
+                now,
+            };
+            let mut verdicts = std::mem::take(&mut scratch.verdicts);
+            let paired = self.pair(&whole, scratch, |at| {
+                if let Some(kept) = verdicts.get_mut(at) {
+                    *kept = FilterVerdict::OtherRole;
+                }
+            });
+            scratch.verdicts = verdicts;
+            let prefill = paired.map(|pair| {
+                (basis.choice, basis.request) = (pair.decode, &fetched);
+                pair.prefill
+            });
+            let entered = prefill.as_ref().ok();
+            let entered = entered.and_then(|prefill| self.enter_prefill(&whole, prefill));
+            let kept = || Arc::new(DecisionRecord::of(&fleet, &basis, prefill, scratch));
             let record = self.is_recording.then(kept);
-            let place = scratch.place(choice);
+            let place = scratch.place(basis.choice);
             let circuits = (scratch.are_circuits_kept, scratch.doubt);
-            Ok((choice, place, circuits, record))
+            Ok((basis.choice, place, circuits, (record, entered)))
         });
         self.metrics
             .decided(config.name(), decided.as_ref().err().copied());
-        let (choice, at, (are_circuits_kept, doubt), record) = decided?;
+        let (choice, at, (are_circuits_kept, doubt), (record, prefill)) = decided?;
         let backend = fleet.registry.backends[at].handle;
         let user = || user_of(&fleet, ask);
         let entered = match doubt {
@@ -117,6 +141,7 @@ impl Decider {
             reason: choice.reason,
             policy: config.name(),
             touch: needs.touch,
+            prefill,
             index,
             record,
         })

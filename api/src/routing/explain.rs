@@ -6,13 +6,14 @@ use serde::Serialize;
 use state::Backend;
 use state::command::EngineFacts;
 use state::ids::{BackendRef, LogIndex};
-use state::policy::{self, PolicyConfig, Prices, Reason};
+use state::policy::{self, PolicyConfig, Prices, Reason, WholeReason};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
 
 use super::decide::Decider;
 use super::fleet::{DecisionScratch, PolicySource, matchable, policy_of};
-use super::record::ExplainedRequest;
+use super::pairs::{PrefillView, WholeDecision};
+use super::record::{DecisionBasis, ExplainedRequest};
 use super::verdict::FilterVerdict;
 use super::{Load, OutboxStatus, RoutingRejection, RoutingRequest};
 use crate::backends::CircuitView;
@@ -57,6 +58,12 @@ pub struct Explanation {
     pub matched: Option<u32>,
     /// Why it was chosen.
     pub reason: Option<Reason>,
+    /// The backend that computes the prompt; `None`: the chosen one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefill: Option<PrefillView>,
+    /// Why it is one backend, where there are some that compute prompts for others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub whole: Option<WholeReason>,
     /// Why none was.
     pub refusal: Option<RoutingRejection>,
 }
@@ -136,7 +143,30 @@ impl Decider {
         }
         self.match_overlay(&fleet, matchable(ask), &mut scratch);
         self.supplement(&fleet, &needs, &mut scratch);
-        let request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));
+        let mut request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));
+        let mut choice = policy::choose(config, &request, &scratch.candidates);
+        let prefill = choice.map(|whole| {
+            let basis = DecisionBasis {
+                index,
+                policy: config,
+                policy_source,
+                request: &request,
+                choice: whole,
+            };
+            let whole = WholeDecision {
+                fleet: &fleet,
+                ask,
+                basis: &basis,
+                now,
+            };
+            let out = |at: usize| backends[at].verdict = FilterVerdict::OtherRole;
+            let pair = self.pair(&whole, &mut scratch, out)?;
+            choice = Some(pair.decode);
+            Ok(pair.prefill)
+        });
+        if let Some(Ok(_)) = &prefill {
+            request = request.fetched();
+        }
         let scores = policy::scores(config, &request, &scratch.candidates);
         for ((candidate, score), &at) in scratch.candidates.iter().zip(scores).zip(&scratch.places)
         {
@@ -151,7 +181,7 @@ impl Decider {
             explained.then = Some(score.then);
             explained.would_be = Some(score.reason);
         }
-        let choice = policy::choose(config, &request, &scratch.candidates);
+        let names = |backend| self.fleet.name_of(backend);
         let shown = ask.identity.chain.iter().take(SHOWN_BLOCKS_MAX);
         Explanation {
             index,
@@ -171,6 +201,10 @@ impl Decider {
             choice: choice.map(|choice| fleet.name(scratch.place(choice)).to_string()),
             matched: choice.map(|choice| choice.matched),
             reason: choice.map(|choice| choice.reason),
+            whole: prefill
+                .as_ref()
+                .and_then(|it| it.as_ref().err().copied().flatten()),
+            prefill: prefill.and_then(Result::ok).map(|it| it.view(names)),
             refusal: admitted.err(),
         }
     }

@@ -1,12 +1,13 @@
 //! The filters that exclude backends before every policy, in a fixed order.
 //!
 //! A backend is out at the first filter that it does not pass: it serves other models, was tried,
-//! does not answer, drains, fails at its work (its circuit is open), has not loaded the adapter
-//! that others have, lacks a label, would not keep the user's blocks apart, is too small, would have to load the adapter that others have
+//! does not answer, drains, fails at its work (its circuit is open), computes prompts for others,
+//! has not loaded the adapter that others have, lacks a label, would not keep the user's blocks apart, is too small, would have to load the adapter that others have
 //! in memory, or has as many requests as it may. `explain` shows each one's verdict, the metrics
 //! count them.
 
 use state::Backend;
+use state::command::BackendRole;
 use state::ids::BackendRef;
 use state::outputs::batch::fits;
 use state::policy::Candidate;
@@ -34,8 +35,18 @@ enum Ejection {
     None,
 }
 
+/// What backends are looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    /// Those that answer.
+    Answers,
+    /// Those that compute prompts for others.
+    Prefill,
+}
+
 /// A request on its way through the filters.
 struct FilterPass<'a, S> {
+    side: Side,
     decider: &'a Decider,
     fleet: &'a RoutingTable,
     ask: &'a RoutingRequest<'a>,
@@ -80,6 +91,26 @@ impl Decider {
         self.filter(fleet, ask, now, scratch, |_, _| {}).admit()
     }
 
+    /// Fills `scratch` with the backends that may compute the request's prompt, with their load.
+    /// Probes and circuits are believed: there is a way without these backends.
+    ///
+    /// # Errors
+    /// [`RoutingRejection`].
+    pub(super) fn admit_prefill(
+        &self,
+        fleet: &RoutingTable,
+        ask: &RoutingRequest<'_>,
+        now: Instant,
+        scratch: &mut DecisionScratch,
+    ) -> Result<(), RoutingRejection> {
+        let mut pass = self.filter(fleet, ask, now, scratch, |_, _| {});
+        pass.side = Side::Prefill;
+        pass.doubt(Doubt::Nobody);
+        pass.sift(Ejection::All)?;
+        self.weigh(fleet, now, pass.scratch);
+        pass.keep_below_limit()
+    }
+
     fn filter<'a, S: FnMut(usize, FilterVerdict)>(
         &'a self,
         fleet: &'a RoutingTable,
@@ -89,6 +120,7 @@ impl Decider {
         seen: S,
     ) -> FilterPass<'a, S> {
         FilterPass {
+            side: Side::Answers,
             decider: self,
             fleet,
             ask,
@@ -147,6 +179,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         if let Some(refusal) = self.gather(ejected) {
             return Err(refusal);
         }
+        self.keep_answering();
         self.keep_loaded();
         self.keep_labelled()?;
         self.keep_isolating()?;
@@ -238,8 +271,24 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             FilterVerdict::Draining
         } else if is_open(backend.handle) {
             FilterVerdict::CircuitOpen
+        } else if self.side == Side::Prefill && backend.spec.role != BackendRole::Prefill {
+            FilterVerdict::OtherRole
         } else {
             FilterVerdict::Candidate
+        }
+    }
+
+    /// Where others can answer, those that compute prompts for them are out. Alone they answer too:
+    /// an engine that only prefills by what it is for can still do all.
+    fn keep_answering(&mut self) {
+        if self.side == Side::Prefill || !self.fleet.has_prefill() {
+            return;
+        }
+        let answers = |at: &usize| self.fleet.role(*at) != BackendRole::Prefill;
+        if self.scratch.places.iter().any(answers) {
+            self.retain(FilterVerdict::OtherRole, |_, backend| {
+                backend.spec.role != BackendRole::Prefill
+            });
         }
     }
 

@@ -93,6 +93,7 @@ pub(super) fn spec(at: usize, capacity_blocks: Option<u32>) -> BackendSpec {
         capacity_blocks,
         kv_events: None,
         kv_replay: None,
+        role: state::command::BackendRole::Both,
     }
 }
 

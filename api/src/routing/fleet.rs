@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arc_swap::ArcSwap;
 use serde::Serialize;
+use state::command::BackendRole;
 use state::ids::{BackendRef, BlockHash, Slot, UserKey};
 use state::policy::{Candidate, Choice, PolicyConfig};
 use state::{Registry, StateView};
@@ -25,6 +26,8 @@ pub(super) struct RoutingTable {
     /// By place in `registry.backends`.
     names: Vec<Arc<str>>,
     meters: Vec<Arc<BackendMeter>>,
+    /// Whether any backend computes prompts for others.
+    has_prefill: bool,
 }
 
 impl RoutingTable {
@@ -42,6 +45,8 @@ impl RoutingTable {
             of_models: models
                 .map(|(model, policy)| (model.clone(), Arc::new(policy.clone())))
                 .collect(),
+            has_prefill: (registry.backends.iter())
+                .any(|backend| backend.spec.role == BackendRole::Prefill),
             names: ids().map(Arc::from).collect(),
             meters: ids().map(|id| metrics.meter(id)).collect(),
             registry,
@@ -51,6 +56,15 @@ impl RoutingTable {
     pub(super) fn meter(&self, backend: BackendRef) -> Option<Arc<BackendMeter>> {
         let at = self.registry.place(backend.slot)?;
         (self.registry.backends[at].handle == backend).then(|| Arc::clone(&self.meters[at]))
+    }
+
+    pub(super) fn has_prefill(&self) -> bool {
+        self.has_prefill
+    }
+
+    /// Role of the backend at a place of the registry.
+    pub(super) fn role(&self, at: usize) -> BackendRole {
+        self.registry.backends[at].spec.role
     }
 
     pub(super) fn name(&self, at: usize) -> &Arc<str> {

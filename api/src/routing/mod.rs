@@ -28,9 +28,11 @@ mod load;
 mod load_reader;
 mod metrics;
 mod outbox;
+mod pairs;
 mod panic;
 mod predictions;
 mod preferences;
+mod prefill;
 mod priced;
 mod prompt_size;
 mod record;
@@ -61,6 +63,7 @@ use self::fleet::Fleet;
 use self::lengths::OutputLengths;
 use self::load_reader::LoadReader;
 use self::outbox::driver::OutboxDriver;
+use self::pairs::PairRules;
 use self::panic::Panics;
 use self::priced::PricedTotal;
 use self::samples::ServiceSamples;
@@ -85,7 +88,9 @@ pub use metrics::RoutingMetrics;
 pub use outbox::{
     AfterProposal, ChargeCommit, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox,
 };
+pub use pairs::PrefillView;
 pub use preferences::{POLICY, PreferenceRejection, RoutingPreferences};
+pub use prefill::{PrefillAttempt, PrefillDecision};
 pub use priced::LargestRequest;
 pub use record::{
     AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, SEEN_MAX, SeenBackendView,
@@ -156,6 +161,8 @@ pub struct RoutingRequest<'a> {
     pub excluded: &'a [Slot],
     /// Requests for the model that wait at this replica.
     pub waiting_here: u32,
+    /// Whether one backend may compute its prompt and another answer it.
+    pub is_separable: bool,
 }
 
 /// A decision, with what the response headers tell.
@@ -175,6 +182,8 @@ pub struct Decision {
     pub policy: &'static str,
     /// Whether the request renews the age of blocks that it finds cached.
     pub touch: Touch,
+    /// The backend that computes the prompt; `None`: the same.
+    pub prefill: Option<PrefillDecision>,
     /// Applied index the decision was made at.
     pub index: LogIndex,
     /// The backend's circuit is open: this request is the one that tries it.
@@ -281,6 +290,7 @@ impl Router {
         let overlay = Arc::new(Overlay::default());
         let outbox = Outbox::new(replica, session, settings, Arc::clone(&overlay));
         let outbox = Arc::new(SharedOutbox::new(outbox));
+        let pairs = PairRules::of(&models);
         let reader = PromptReader::new(
             Arc::clone(&view),
             Arc::clone(&backends),
@@ -298,6 +308,7 @@ impl Router {
             turn: AtomicU64::new(session.0),
             overrides: overrides.into_iter().map(Arc::new).collect(),
             select,
+            pairs,
             is_recording: false,
             metrics: metrics.clone(),
             panics: Panics::new(metrics.clone()),

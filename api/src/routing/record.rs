@@ -17,9 +17,11 @@ use serde::Serialize;
 use state::ids::{BackendRef, LogIndex};
 use state::policy::{
     self, Candidate, Choice, Needs, PolicyConfig, PolicyRequest, Prices, Reason, Score, UserTokens,
+    WholeReason,
 };
 
 use super::fleet::{DecisionScratch, PolicySource, RoutingTable};
+use super::pairs::{PrefillRecord, PrefillView};
 use super::verdict::{FilterCounts, FilterVerdict};
 use super::{AttemptEnd, Usage, session};
 
@@ -45,6 +47,10 @@ pub struct DecisionRecord {
     seen: Box<[SeenBackend]>,
     /// Of the candidates in `seen`, where there were others; `None`: all are there.
     scores: Option<Box<[Score]>>,
+    /// The backend that computes the prompt, or why it is the same.
+    prefill: Result<PrefillRecord, Option<WholeReason>>,
+    /// What came of the prompt at the backend that computes it.
+    prefilled: OnceLock<&'static str>,
     /// Status of the engine's answer; 0: none came.
     status: AtomicU16,
     /// Why there was no answer.
@@ -52,6 +58,13 @@ pub struct DecisionRecord {
     /// What the operating system or the protocol said of that.
     detail: OnceLock<Box<str>>,
     report: OnceLock<AttemptReport>,
+}
+
+/// The best candidates of a decision with their scores.
+#[derive(Debug)]
+pub(super) struct SeenCandidates {
+    seen: Box<[SeenBackend]>,
+    scores: Box<[Score]>,
 }
 
 /// A backend as a decision saw it.
@@ -142,6 +155,12 @@ pub struct DecisionView {
     pub matched: u32,
     /// Why it was chosen.
     pub reason: Reason,
+    /// The backend that computes the prompt; `None`: the chosen one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefill: Option<PrefillView>,
+    /// Why it is one backend, where there are some that compute prompts for others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub whole: Option<WholeReason>,
 }
 
 /// A backend as a decision saw it. Numbers are those of candidates; 0 for others.
@@ -180,6 +199,7 @@ pub struct SeenBackendView {
 }
 
 /// What a decision was made by, beside the candidates.
+#[derive(Clone, Copy)]
 pub(super) struct DecisionBasis<'a> {
     pub(super) index: LogIndex,
     pub(super) policy: &'a Arc<PolicyConfig>,
@@ -193,6 +213,7 @@ impl DecisionRecord {
     pub(super) fn of(
         fleet: &RoutingTable,
         basis: &DecisionBasis<'_>,
+        prefill: Result<PrefillRecord, Option<WholeReason>>,
         scratch: &DecisionScratch,
     ) -> Self {
         let backends = &fleet.registry.backends;
@@ -216,6 +237,8 @@ impl DecisionRecord {
             candidates: u32::try_from(scratch.candidates.len()).unwrap_or(u32::MAX),
             seen,
             scores,
+            prefill,
+            prefilled: OnceLock::new(),
             status: AtomicU16::new(0),
             failure: OnceLock::new(),
             detail: OnceLock::new(),
@@ -227,7 +250,8 @@ impl DecisionRecord {
     #[must_use]
     pub fn bytes(&self) -> usize {
         let scores = self.scores.as_ref().map_or(0, |it| size_of_val(&**it));
-        size_of::<Self>() + size_of_val(&*self.seen) + scores
+        let prefill = self.prefill.as_ref().map_or(0, PrefillRecord::bytes);
+        size_of::<Self>() + size_of_val(&*self.seen) + scores + prefill
     }
 
     /// Name of the policy that decided.
@@ -246,6 +270,23 @@ impl DecisionRecord {
     #[must_use]
     pub fn matched(&self) -> u32 {
         self.choice.matched
+    }
+
+    /// Id of the backend that computes the prompt; `None`: the same.
+    #[must_use]
+    pub fn prefill_name(&self) -> Option<&Arc<str>> {
+        self.prefill.as_ref().ok().map(|prefill| &prefill.name)
+    }
+
+    /// This came of the prompt at the backend that computes it.
+    pub fn prefilled(&self, outcome: &'static str) {
+        self.prefilled.get_or_init(|| outcome);
+    }
+
+    /// What came of the prompt at the backend that computes it, once that is known.
+    #[must_use]
+    pub fn prefill_outcome(&self) -> Option<&'static str> {
+        self.prefilled.get().copied()
     }
 
     /// The engine's answer came, with this status.
@@ -335,7 +376,35 @@ impl DecisionRecord {
             choice: self.name.to_string(),
             matched: self.choice.matched,
             reason: self.choice.reason,
+            prefill: self.prefill.as_ref().ok().map(|it| it.view(&names)),
+            whole: self.prefill.as_ref().err().copied().flatten(),
         }
+    }
+}
+
+impl SeenCandidates {
+    /// Keeps the best candidates of `scratch`, the chosen one among them.
+    pub(super) fn of(
+        fleet: &RoutingTable,
+        basis: &DecisionBasis<'_>,
+        scratch: &DecisionScratch,
+    ) -> Self {
+        let (seen, scores) = best(fleet, basis, scratch);
+        Self { seen, scores }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        size_of_val(&*self.seen) + size_of_val(&*self.scores)
+    }
+
+    /// Shows them by the names that `names` has.
+    pub(super) fn view(
+        &self,
+        names: impl Fn(BackendRef) -> Option<Arc<str>>,
+    ) -> Vec<SeenBackendView> {
+        let both = self.seen.iter().zip(&self.scores);
+        both.map(|(seen, score)| seen.view(Some(score), names(seen.handle)))
+            .collect()
     }
 }
 

@@ -41,6 +41,8 @@ pub struct PlacedRequest {
     pub decision: Decision,
     /// Given back if the request is not dispatched.
     pub place: ReservedPlace,
+    /// The place at the backend that computes the prompt, where the decision names one.
+    pub prefill: Option<ReservedPlace>,
 }
 
 /// Decisions until a request whose places others take is at the limit.
@@ -105,11 +107,21 @@ impl Shares {
         ask: &RoutingRequest<'_>,
         now: Instant,
     ) -> Result<PlacedRequest, RoutingRejection> {
-        for _ in 0..PLACE_TRIES {
-            let decision = decider.decide(ask, now)?;
-            if let Some(place) = self.reserve(decision.backend) {
-                return Ok(PlacedRequest { decision, place });
+        for further in (0..PLACE_TRIES).rev() {
+            let mut decision = decider.decide(ask, now)?;
+            let Some(place) = self.reserve(decision.backend) else {
+                continue;
+            };
+            let chosen = decision.prefill.as_ref();
+            let prefill = chosen.and_then(|prefill| self.reserve(prefill.backend));
+            if prefill.is_none() && decision.prefill.take().is_some() && further > 0 {
+                continue;
             }
+            return Ok(PlacedRequest {
+                decision,
+                place,
+                prefill,
+            });
         }
         Err(RoutingRejection::AtLimit)
     }

@@ -3,6 +3,7 @@
 
 mod adapters;
 mod filters;
+mod pairs;
 mod panic;
 mod policies;
 mod samples;
@@ -138,6 +139,7 @@ fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest
         labels: &[],
         excluded,
         waiting_here: 0,
+        is_separable: true,
     }
 }
 

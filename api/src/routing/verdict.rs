@@ -18,6 +18,9 @@ pub enum FilterVerdict {
     Draining,
     /// Requests to it failed one after the other.
     CircuitOpen,
+    /// It computes prompts for others, which can take the request; or answers only, where another
+    /// computes the prompt.
+    OtherRole,
     /// Other candidates have the model loaded, it has not.
     NotLoaded,
     /// It lacks a label that is asked for.
@@ -34,12 +37,13 @@ pub enum FilterVerdict {
 
 impl FilterVerdict {
     /// All that take a backend out.
-    pub(super) const FILTERS: [(Self, &'static str); 11] = [
+    pub(super) const FILTERS: [(Self, &'static str); 12] = [
         (Self::OtherModel, "other-model"),
         (Self::Tried, "tried"),
         (Self::Unhealthy, "unhealthy"),
         (Self::Draining, "draining"),
         (Self::CircuitOpen, "circuit-open"),
+        (Self::OtherRole, "other-role"),
         (Self::NotLoaded, "not-loaded"),
         (Self::OtherLabels, "other-labels"),
         (Self::Unsalted, "unsalted"),

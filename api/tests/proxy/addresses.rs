@@ -20,6 +20,7 @@ fn at(url: String) -> Command {
         capacity_blocks: Some(100_000),
         kv_events: None,
         kv_replay: None,
+        role: state::command::BackendRole::Both,
     })
 }
 

@@ -30,6 +30,7 @@ fn spec(id: &str, engine: &Engine, models: &[&str]) -> Command {
         capacity_blocks: Some(4),
         kv_events: None,
         kv_replay: None,
+        role: state::command::BackendRole::Both,
     })
 }
 

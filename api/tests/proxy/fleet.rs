@@ -244,6 +244,7 @@ impl Fleet {
                 capacity_blocks: Some(100_000),
                 kv_events: None,
                 kv_replay: None,
+                role: state::command::BackendRole::Both,
             }));
         }
     }
@@ -366,6 +367,7 @@ fn characters() -> ModelSettings {
         name: "*".to_owned(),
         tokenizer: Tokenizer::character(),
         block_size: Some(16),
+        pairs: Default::default(),
     }
 }
 

@@ -13,6 +13,7 @@ mod cluster_keys;
 mod commands;
 mod decisions;
 mod descriptors;
+mod disaggregated;
 mod drain;
 mod early_answers;
 mod engine;

@@ -46,6 +46,7 @@ async fn an_answers_tokens_are_found_in_the_next_turn() {
             name: "*".to_owned(),
             tokenizer: Tokenizer::load("tiktoken:o200k_base".parse().unwrap(), None).unwrap(),
             block_size: Some(4),
+            pairs: Default::default(),
         };
         let fleet = Fleet::start_cutting(&[&engine], models).await;
         let ask = async |turns: &str| {

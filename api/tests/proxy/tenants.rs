@@ -32,6 +32,7 @@ async fn fleet(
             capacity_blocks: Some(100_000),
             kv_events: None,
             kv_replay: None,
+            role: state::command::BackendRole::Both,
         }));
     }
     for (user, scope) in [

@@ -38,6 +38,7 @@ pub(crate) fn put(name: &str, port: u16) -> Command {
         capacity_blocks: Some(8),
         kv_events: None,
         kv_replay: None,
+        role: state::command::BackendRole::Both,
     })
 }
 

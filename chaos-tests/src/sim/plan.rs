@@ -109,6 +109,7 @@ impl WorldPlan {
             name: "*".to_owned(),
             tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).context("tokenizer")?,
             block_size: Some(BLOCK_SIZE),
+            pairs: Default::default(),
         }];
         let peers: Vec<String> = members.iter().map(|id| address_of(*id)).collect();
         config.formation = match joins {

@@ -10,6 +10,7 @@ use clap::Subcommand;
 use http::{Method, StatusCode};
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Map, Value, json};
+use state::command::BackendRole;
 use tokio::time::{Instant, sleep};
 
 use super::client::{AdminTarget, encoded};
@@ -20,13 +21,14 @@ use super::table::cell;
 /// Interval at which a draining backend is looked at.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 /// Fields of a backend that are written.
-const FIELDS: [&str; 6] = [
+const FIELDS: [&str; 7] = [
     "url",
     "models",
     "labels",
     "capacity_blocks",
     "kv_events",
     "kv_replay",
+    "role",
 ];
 
 /// What to do with backends.
@@ -98,7 +100,7 @@ pub(super) struct SetBackendArgs {
     #[arg(long, value_name = "FIELD", value_parser = FIELDS[1..].to_vec())]
     unset: Vec<String>,
     /// Take all fields from this file, as `backend show --json` prints them; `-` is stdin
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["url", "unset", "models", "labels", "capacity_blocks", "kv_events", "kv_replay"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["url", "unset", "models", "labels", "capacity_blocks", "kv_events", "kv_replay", "role"])]
     file: Option<PathBuf>,
     #[command(flatten)]
     write: WriteArgs,
@@ -122,6 +124,9 @@ struct BackendFields {
     /// Endpoint that replays KV events
     #[arg(long, value_name = "ENDPOINT")]
     kv_replay: Option<String>,
+    /// Stage of requests that it computes [default: both]
+    #[arg(long, value_name = "ROLE", value_parser = BackendRole::ALL.map(BackendRole::label))]
+    role: Option<String>,
 }
 
 fn label(text: &str) -> Result<(String, String), String> {
@@ -141,10 +146,14 @@ impl BackendFields {
         if let Some(blocks) = self.capacity_blocks {
             backend["capacity_blocks"] = json!(blocks);
         }
-        let endpoints = [("kv_events", self.kv_events), ("kv_replay", self.kv_replay)];
-        for (name, endpoint) in endpoints {
-            if let Some(endpoint) = endpoint {
-                backend[name] = json!(endpoint);
+        let texts = [
+            ("kv_events", self.kv_events),
+            ("kv_replay", self.kv_replay),
+            ("role", self.role),
+        ];
+        for (name, text) in texts {
+            if let Some(text) = text {
+                backend[name] = json!(text);
             }
         }
     }
@@ -202,6 +211,7 @@ pub(super) fn listed(backends: &[Value]) -> FittedTable {
     let mut table = FittedTable::new(&[
         column("backend"),
         column("state"),
+        column("role").rank(5),
         column("url").rank(3),
         column("models").rank(4),
         column("in flight").number(),
@@ -223,6 +233,7 @@ pub(super) fn listed(backends: &[Value]) -> FittedTable {
         table.add_row([
             cell(&backend["id"]),
             cell(&backend["state"]["name"]),
+            cell(&backend["role"]),
             cell(&backend["url"]),
             cell(served),
             cell(&backend["in_flight"]["cluster"]),

@@ -238,9 +238,19 @@ fn attempt(number: usize, decision: &Value) -> [String; 5] {
         ];
         table.add_row(cells.map(cell));
     }
+    let prefill = match &decision["prefill"] {
+        Value::Null => String::new(),
+        prefill => format!(
+            "; its prompt by {}, by {}, {} blocks held, {}",
+            cell(&prefill["choice"]),
+            cell(&prefill["reason"]),
+            cell(&prefill["matched"]),
+            cell(&decision["prefill_outcome"]),
+        ),
+    };
     [
         format!(
-            "\nattempt  {number}: {}, by {}, {} blocks held; waited {} ms",
+            "\nattempt  {number}: {}, by {}, {} blocks held; waited {} ms{prefill}",
             cell(&decision["choice"]),
             cell(&decision["reason"]),
             cell(&decision["matched"]),

@@ -190,6 +190,16 @@ fn facts(answer: &Value) -> Vec<String> {
             cell(&answer["read"])
         ),
     ];
+    match (&answer["prefill"], &answer["whole"]) {
+        (Value::Object(prefill), _) => lines.push(format!(
+            "prefill  {}, by {}; it holds {} blocks",
+            cell(&prefill["choice"]),
+            cell(&prefill["reason"]),
+            cell(&prefill["matched"]),
+        )),
+        (_, Value::String(why)) => lines.push(format!("prefill  by the same: {why}")),
+        (_, _) => {}
+    }
     if answer["is_panic"] == true {
         lines.push("health   doubted: most probes fail while requests are answered".to_owned());
     }

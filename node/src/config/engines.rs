@@ -211,5 +211,6 @@ fn spec(backend: &BackendConfig) -> BackendSpec {
         capacity_blocks: backend.capacity_blocks,
         kv_events: backend.kv_events.clone(),
         kv_replay: backend.kv_replay.clone(),
+        role: backend.role,
     }
 }

@@ -10,8 +10,9 @@ use api::prompt::TokenizerSpec;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
+use state::command::BackendRole;
 use state::ids::ReplicaId;
-use state::policy::{POLICY_NAMES, PolicyTables, RoutingSettings};
+use state::policy::{Disaggregate, POLICY_NAMES, PairSettings, PolicyTables, RoutingSettings};
 
 use super::admission::AdmissionConfig;
 use super::form::{
@@ -214,6 +215,13 @@ pub struct ModelConfig {
     pub policy: Option<String>,
     /// Labels that a backend must have to serve this model.
     pub select: BTreeMap<String, String>,
+    /// Whether prompts go through a backend with `role = "prefill"` first: `off`, `always`, or
+    /// `auto`, if more than `disaggregate_above_tokens` of them are not cached. Without such
+    /// backends it has no effect. Read by each replica.
+    pub disaggregate: Disaggregate,
+    /// Uncached prompt tokens above which `auto` takes two backends.
+    #[default(PairSettings::ABOVE_TOKENS_DEFAULT)]
+    pub disaggregate_above_tokens: u32,
 }
 
 /// `[[backends]]`.
@@ -256,6 +264,9 @@ pub struct BackendConfig {
     /// Replay endpoint of its KV events: `tcp://host:port`. Without it, any missed message ends
     /// exact ownership.
     pub kv_replay: Option<String>,
+    /// Stage of requests that it computes: `both`, `prefill` (prompts, for backends that decode) or
+    /// `decode` (answers). See docs/guide/disaggregation.md.
+    pub role: BackendRole,
 }
 
 impl ListenConfig {

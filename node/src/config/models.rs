@@ -2,6 +2,7 @@
 //! like any other error.
 
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
+use state::policy::PairSettings;
 
 use super::file::ModelConfig;
 use super::read::Settings;
@@ -52,6 +53,10 @@ fn settings(path: &str, model: &ModelConfig, found: &mut Settings) -> Option<Mod
             name: model.name.clone(),
             tokenizer,
             block_size: model.block_size,
+            pairs: PairSettings {
+                disaggregate: model.disaggregate,
+                above_tokens: model.disaggregate_above_tokens,
+            },
         }),
         Err(failure) => {
             let (key, expected) = if template == Some(&failure.file) {
@@ -71,6 +76,7 @@ mod tests {
     use std::path::Path;
 
     use expect_test::{Expect, expect};
+    use state::policy::Disaggregate;
 
     use crate::config::{Config, Origin, load};
 
@@ -123,6 +129,33 @@ name = "*"
         let sizes: Vec<_> = models.iter().map(|it| it.block_size).collect();
         assert_eq!(sizes, [None, Some(32), None, None]);
         assert!(models[3].tokenizer.is_character());
+    }
+
+    #[test]
+    fn prefill_and_decode_are_apart_as_the_model_says() {
+        let config = read(
+            r#"
+[[models]]
+name = "a"
+disaggregate = "always"
+[[models]]
+name = "b"
+disaggregate_above_tokens = 2048
+[[models]]
+name = "*"
+disaggregate = "off"
+"#,
+        );
+        let models = config.expect("the config is right").models;
+        let pairs = models
+            .iter()
+            .map(|it| (it.pairs.disaggregate, it.pairs.above_tokens));
+        let expected = [
+            (Disaggregate::Always, 512),
+            (Disaggregate::Auto, 2048),
+            (Disaggregate::Off, 512),
+        ];
+        assert!(pairs.eq(expected));
     }
 
     fn refused(models: &str, expected: &Expect) {

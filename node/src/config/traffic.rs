@@ -110,7 +110,7 @@ pub struct UsersConfig {
     /// (docs/guide/admission.md).
     pub charges: Charges,
     /// Which headers answers carry: `none`, `basic` (`x-request-id`, `x-quorate-replica`, and
-    /// `x-quorate-ignored` with the request's headers that had no effect) or `full` (also the decision, unless the request was refused: `x-quorate-backend`, `-policy`,
+    /// `x-quorate-ignored` with the request's headers that had no effect) or `full` (also the decision, unless the request was refused: `x-quorate-backend`, `-prefill`, `-policy`,
     /// `-prefix`, `-index`). `full` lets clients learn what others asked (docs/guide/security.md).
     pub expose: Expose,
     /// Forward a client's `x-vllm-priority` header and `priority` field to engines, whatever

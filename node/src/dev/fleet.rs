@@ -354,6 +354,7 @@ fn tokens_of_engines() -> anyhow::Result<ModelSettings> {
         name: "*".to_owned(),
         tokenizer: Tokenizer::load(TokenizerSpec::Engine, None)?,
         block_size: Some(EngineOptions::default().shape.block_size),
+        pairs: Default::default(),
     })
 }
 

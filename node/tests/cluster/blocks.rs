@@ -47,6 +47,7 @@ pub(super) async fn exact_replica(
         name: "*".to_owned(),
         tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
         block_size: None,
+        pairs: Default::default(),
     }];
     config.backends[0].kv_events = engines[0].kv_events();
     config.backends[0].kv_replay = engines[0].kv_replay();

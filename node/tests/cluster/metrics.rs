@@ -217,6 +217,7 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
         name: "*".to_owned(),
         tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
         block_size: None,
+        pairs: Default::default(),
     }];
     let replica = Replica::run(config, sockets);
     let (http, at) = (Http::new(), replica.addresses);

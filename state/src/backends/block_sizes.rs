@@ -194,6 +194,7 @@ mod tests {
                     capacity_blocks: None,
                     kv_events: None,
                     kv_replay: None,
+                    role: crate::command::BackendRole::Both,
                 });
             }
             let sizes = BlockSizes::default();

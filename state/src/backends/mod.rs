@@ -4,6 +4,7 @@
 //! removals, so that no two occupants ever share a [`BackendRef`].
 
 mod block_sizes;
+mod role;
 mod spec;
 
 use std::collections::BTreeMap;
@@ -16,6 +17,7 @@ use crate::ids::{BackendRef, Incarnation, Slot};
 pub use block_sizes::{
     BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, BlockSizes, SIZED_MODELS_MAX,
 };
+pub use role::BackendRole;
 pub use spec::{BackendSpec, EngineFacts};
 
 /// A registered backend.
@@ -87,6 +89,12 @@ impl Backends {
 
     pub(crate) fn in_slot(&self, slot: Slot) -> Option<&Backend> {
         self.by_slot.get(&slot)
+    }
+
+    /// Whether any backend computes one stage of requests only.
+    pub(crate) fn have_roles(&self) -> bool {
+        self.iter()
+            .any(|backend| backend.spec.role != BackendRole::Both)
     }
 
     /// Whether `handle` refers to a current incarnation.
@@ -255,6 +263,7 @@ mod tests {
             capacity_blocks: None,
             kv_events: None,
             kv_replay: None,
+            role: BackendRole::Both,
         }
     }
 

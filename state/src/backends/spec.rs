@@ -2,9 +2,13 @@
 
 use std::collections::BTreeMap;
 
+use bincode::de::Decoder;
+use bincode::enc::Encoder;
+use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
+use super::role::BackendRole;
 use crate::bounds::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
@@ -15,7 +19,7 @@ const LIST_ENTRIES_MAX: usize = 256;
 const ENGINE_MODELS_MAX: usize = 4096;
 
 /// A backend as described by an operator.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BackendSpec {
     /// Id of the backend: `[A-Za-z0-9._-]`, at most `NAME_BYTES_MAX` bytes.
@@ -37,6 +41,9 @@ pub struct BackendSpec {
     /// ZMQ endpoint that replays its KV events.
     #[serde(default)]
     pub kv_replay: Option<String>,
+    /// Stage of requests that it computes.
+    #[serde(default)]
+    pub role: BackendRole,
 }
 
 fn any_model() -> Vec<String> {
@@ -96,6 +103,8 @@ impl BackendSpec {
             "at most 256 labels",
         )?;
         for (name, value) in &self.labels {
+            let is_role = BackendRole::is_label(name, value);
+            ensure(!is_role, "labels", "the field role in place of this label")?;
             ensure(is_name(name), "labels", "label names of 1 to 256 bytes")?;
             let field = format!("labels.{name}");
             ensure(value.len() <= NAME_BYTES_MAX, &field, "at most 256 bytes")?;
@@ -130,6 +139,45 @@ impl BackendSpec {
         rest.map_or(self.url.starts_with("https://"), |rest| rest.contains('/'))
     }
 }
+
+// Backends were encoded before there were roles: the bytes of one that computes whole requests stay
+// as they were, and a role is written as a label.
+impl Encode for BackendSpec {
+    fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
+        self.id.encode(encoder)?;
+        self.url.encode(encoder)?;
+        self.models.encode(encoder)?;
+        if self.role == BackendRole::Both {
+            self.labels.encode(encoder)?;
+        } else {
+            let mut labels = self.labels.clone();
+            self.role.put_into(&mut labels);
+            labels.encode(encoder)?;
+        }
+        self.capacity_blocks.encode(encoder)?;
+        self.kv_events.encode(encoder)?;
+        self.kv_replay.encode(encoder)
+    }
+}
+
+impl<C> Decode<C> for BackendSpec {
+    fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        let mut spec = Self {
+            id: Decode::decode(decoder)?,
+            url: Decode::decode(decoder)?,
+            models: Decode::decode(decoder)?,
+            labels: Decode::decode(decoder)?,
+            capacity_blocks: Decode::decode(decoder)?,
+            kv_events: Decode::decode(decoder)?,
+            kv_replay: Decode::decode(decoder)?,
+            role: BackendRole::Both,
+        };
+        spec.role = BackendRole::take_from(&mut spec.labels);
+        Ok(spec)
+    }
+}
+
+bincode::impl_borrow_decode!(BackendSpec);
 
 impl EngineFacts {
     /// Whether all fields are within their bounds.
@@ -202,6 +250,7 @@ mod tests {
             capacity_blocks: None,
             kv_events: None,
             kv_replay: None,
+            role: BackendRole::Both,
         }
     }
 
@@ -288,6 +337,10 @@ mod tests {
                 kv_events: Some(String::new()),
                 ..spec()
             },
+            BackendSpec {
+                labels: one("quorate.role", "prefill"),
+                ..spec()
+            },
         ]
         .map(|spec| spec.validate().unwrap_err().to_string())
         .join("\n");
@@ -301,9 +354,42 @@ mod tests {
             labels: label names of 1 to 256 bytes
             labels.zone: at most 256 bytes
             capacity_blocks: at least 1
-            kv_events: an endpoint of 1 to 256 bytes"#]]
+            kv_events: an endpoint of 1 to 256 bytes
+            labels: the field role in place of this label"#]]
         .assert_eq(&faults);
         assert_eq!(spec().validate(), Ok(()));
+    }
+
+    #[test]
+    fn a_role_is_written_as_a_label_and_no_other_label_is_a_role() {
+        use crate::encoding;
+
+        let read = |spec: &BackendSpec| {
+            let bytes = encoding::to_bytes(spec);
+            encoding::from_bytes::<BackendSpec, 4096>(&bytes).unwrap()
+        };
+        let label = |value: &str| BTreeMap::from([("quorate.role".to_owned(), value.to_owned())]);
+        for role in BackendRole::ALL {
+            let spec = BackendSpec { role, ..spec() };
+            assert_eq!(read(&spec), spec);
+            assert_eq!(spec.validate(), Ok(()));
+        }
+        // As an earlier build has it.
+        let labelled = BackendSpec {
+            labels: label("decode"),
+            ..spec()
+        };
+        let decoding = BackendSpec {
+            role: BackendRole::Decode,
+            ..spec()
+        };
+        assert_eq!(encoding::to_bytes(&labelled), encoding::to_bytes(&decoding));
+        assert_eq!(read(&labelled), decoding);
+        let other = BackendSpec {
+            labels: label("both"),
+            ..spec()
+        };
+        assert_eq!((read(&other), other.validate()), (other.clone(), Ok(())));
     }
 
     #[test]
@@ -321,6 +407,7 @@ mod tests {
             capacity_blocks: Some(u32::MAX),
             kv_events: Some("x".repeat(NAME_BYTES_MAX)),
             kv_replay: Some("x".repeat(NAME_BYTES_MAX)),
+            role: BackendRole::Both,
         };
         // Short names have the largest overhead.
         let facts = EngineFacts {

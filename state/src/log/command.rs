@@ -24,7 +24,7 @@ use crate::service::ServiceSample;
 use crate::settings::{AdmissionSettings, UserLimits};
 use crate::validate::{are_models, ensure, is_name};
 
-pub use crate::backends::{BackendSpec, EngineFacts};
+pub use crate::backends::{BackendRole, BackendSpec, EngineFacts};
 pub use crate::bounds::{
     BACKENDS_MAX, BLOCKS_PER_ITEM_MAX, LIST_BYTES_MAX, NAME_BYTES_MAX, OUTPUTS_PER_ITEM_MAX,
     RESTORE_BYTES_MAX, RESTORE_PART_BYTES, USERS_MAX,

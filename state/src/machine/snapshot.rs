@@ -9,8 +9,8 @@
 //! keys, cache scopes and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 7 lacks what users have who were not given their own, and who of those that are kept
-//! follows it. Version 6 also lacks cache scopes. Version 5 also lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
+//! Version 7 lacks roles of backends, what users have who were not given their own, and who of those
+//! that are kept follows it. Version 6 also lacks cache scopes. Version 5 also lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
 //! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
 //! parts that they lack are empty. Nothing is allocated for a length before its bytes have arrived.
@@ -37,7 +37,8 @@ use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
 pub const SNAPSHOT_VERSION: u16 = 8;
-/// Version of a state without defaults of users, and without a trace of them in the audit.
+/// Version of a state without roles of backends or defaults of users, and without a trace of these
+/// in the audit.
 const SNAPSHOT_VERSION_SCOPES: u16 = 7;
 /// Version of a state that also lacks cache scopes, and is without a trace of them in the audit.
 const SNAPSHOT_VERSION_PLANS: u16 = 6;
@@ -236,7 +237,8 @@ impl RouterState {
                 .staged
                 .as_ref()
                 .is_some_and(StagedRestore::is_of_version_6);
-        if self.users.defaults().is_some() || self.audit.has_version_8() {
+        let has_defaults = self.users.defaults().is_some() || self.audit.has_version_8();
+        if has_defaults || self.backends.have_roles() {
             SNAPSHOT_VERSION
         } else if !self.caches.is_empty() || self.audit.has_version_7() {
             SNAPSHOT_VERSION_SCOPES

@@ -55,6 +55,7 @@ pub(crate) fn spec(id: &str, port: u16, capacity_blocks: Option<u32>) -> Backend
         capacity_blocks,
         kv_events: None,
         kv_replay: None,
+        role: state::command::BackendRole::Both,
     }
 }
 

@@ -389,5 +389,6 @@ fn spec(id: &str) -> BackendSpec {
         capacity_blocks: Some(100),
         kv_events: None,
         kv_replay: None,
+        role: state::command::BackendRole::Both,
     }
 }

@@ -66,6 +66,7 @@ async fn backends_are_listed_with_all_that_is_known() {
             "labels": {"zone": "a"},
             "kv_events": null,
             "kv_replay": null,
+            "role": "both",
             "capacity_blocks": 100,
             "capacity": {
                 "blocks": 100,

@@ -33,6 +33,24 @@ async fn a_backend_is_put_drained_undrained_and_deleted() {
     assert_eq!(problem["outcome"], "rejected");
 }
 
+#[tokio::test]
+async fn a_backend_has_the_role_that_was_put_last() {
+    let bench = Bench::new();
+    let put = async |body: &str| {
+        assert_eq!(
+            bench.call("PUT", BACKEND, body).await.status,
+            StatusCode::OK
+        );
+        bench.get(BACKEND).await
+    };
+    let shown = put(r#"{"url":"http://a:1","role":"prefill","labels":{"zone":"x"}}"#).await;
+    assert_eq!(shown["role"], "prefill");
+    assert_eq!(shown["labels"], serde_json::json!({ "zone": "x" }));
+    // As it was answered, with all that is only shown.
+    assert_eq!(put(&shown.to_string()).await["role"], "prefill");
+    assert_eq!(put(r#"{"url":"http://a:1"}"#).await["role"], "both");
+}
+
 const BACKEND: &str = "/admin/v1/backends/a";
 const MEMBERS: &str = "/admin/v1/cluster/members";
 const USER: &str = "/admin/v1/users/u";
@@ -64,6 +82,12 @@ const WRONG: &[(&str, &str, &str, &str)] = &[
         "colour",
     ),
     ("PUT", BACKEND, r#"{"url":"http://a:1","id":"b"}"#, "id"),
+    (
+        "PUT",
+        BACKEND,
+        r#"{"url":"http://a:1","role":"decoder"}"#,
+        "role",
+    ),
     ("PUT", BACKEND, r#"{"url":"http://a:1"} {}"#, "body"),
     ("POST", MEMBERS, r#"{"id":0,"address":"a:1"}"#, "id"),
     ("POST", MEMBERS, r#"{"id":256,"address":"a:1"}"#, "id"),

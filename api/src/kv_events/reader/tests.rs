@@ -79,6 +79,7 @@ impl Log {
             capacity_blocks: None,
             kv_events: Some(format!("tcp://127.0.0.1:{events}")),
             kv_replay: Some(format!("tcp://127.0.0.1:{replay}")),
+            role: state::command::BackendRole::Both,
         }));
         let backend = self.view.registry().backends[0].handle;
         let replica = ReplicaId(1);
@@ -206,6 +207,7 @@ fn read(log: &Arc<Log>) {
             name: "*".to_owned(),
             tokenizer: Tokenizer::load(spec, None).unwrap(),
             block_size: Some(BLOCK),
+            pairs: Default::default(),
         }],
         replica: ReplicaId(1),
         session: SessionId(1),

@@ -16,6 +16,9 @@ impl OpenAttempt {
         let (Some(usage), Some(form)) = (&mut self.usage, self.form) else {
             return;
         };
+        if self.prefill.is_some() {
+            return;
+        }
         let backends = &dispatcher.backends;
         if usage.cached_tokens.is_some() {
             backends.told_cached(self.backend, form);
@@ -61,7 +64,11 @@ impl OpenAttempt {
         if end != AttemptEnd::NotRun {
             let ended = EndedRequest {
                 prompt_tokens: usage.prompt_tokens,
-                cached_tokens: usage.cached_tokens.unwrap_or(self.prompt.predicted),
+                cached_tokens: match &self.prefill {
+                    // What was fetched takes up room as what is computed does.
+                    Some(stage) => stage.fetched.predicted,
+                    None => usage.cached_tokens.unwrap_or(self.prompt.predicted),
+                },
                 output_tokens: usage.completion_tokens,
                 block_tokens: self.prompt.block_tokens,
             };
@@ -71,7 +78,8 @@ impl OpenAttempt {
         }
         let (bytes, tokens) = (self.prompt.bytes, usage.prompt_tokens);
         dispatcher.texts.add(self.model, bytes, tokens);
-        if let Some(cached) = usage.cached_tokens.filter(|_| self.prompt.is_telling) {
+        let is_telling = self.prompt.is_telling && self.prefill.is_none();
+        if let Some(cached) = usage.cached_tokens.filter(|_| is_telling) {
             let predicted = self.prompt.predicted_of(usage.prompt_tokens);
             self.meter
                 .count_prefix(usage.prompt_tokens, predicted, cached);

@@ -226,6 +226,15 @@ pub struct LoadGuard {
 }
 
 impl LoadGuard {
+    /// So many prompt tokens are to be computed, not what was thought before.
+    pub fn computes(&mut self, pending_prefill_tokens: u64) {
+        if let Some(tokens) = &mut self.pending_prefill_tokens {
+            let gauge = &self.gauge.pending_prefill_tokens;
+            gauge.fetch_add(pending_prefill_tokens, Relaxed);
+            gauge.fetch_sub(std::mem::replace(tokens, pending_prefill_tokens), Relaxed);
+        }
+    }
+
     /// The prefill is done: the request counts as running only.
     pub fn first_byte(&mut self) {
         if let Some(tokens) = self.pending_prefill_tokens.take() {

@@ -27,6 +27,7 @@ fn settings(spec: TokenizerSpec) -> ModelSettings {
         name: "*".to_owned(),
         tokenizer: Tokenizer::load(spec, None).unwrap(),
         block_size: Some(4),
+        pairs: Default::default(),
     }
 }
 

@@ -50,6 +50,7 @@ impl AdmissionRequest for ChatRequest {
             labels: &[],
             excluded,
             waiting_here: 0,
+            is_separable: false,
         }
     }
 

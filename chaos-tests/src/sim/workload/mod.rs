@@ -295,6 +295,7 @@ fn backend(number: u64, life: u64, capacity_blocks: Option<u32>) -> BackendSpec 
         capacity_blocks,
         kv_events: endpoint(5557),
         kv_replay: endpoint(5558),
+        role: state::command::BackendRole::Both,
     }
 }
 

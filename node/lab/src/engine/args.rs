@@ -9,7 +9,9 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::events::{EventEncoding, PublisherFaults};
 use super::model::EngineShape;
-use super::{EmulatedEngine, EngineOptions, EventsOptions, LoraOptions};
+use super::{
+    EmulatedEngine, EngineOptions, EventsOptions, LoadFailure, LoraOptions, TransferOptions,
+};
 
 /// Run an emulated vLLM engine.
 #[derive(Debug, Clone, clap::Args)]
@@ -53,6 +55,27 @@ pub struct EngineArgs {
     /// Milliseconds to load an adapter
     #[arg(long, value_name = "MS", default_value_t = 200.0, value_parser = positive)]
     lora_load_ms: f64,
+    /// Hand over KV blocks to other engines, and fetch them, as vLLM's NIXL connector does
+    #[arg(long)]
+    kv_transfer: bool,
+    /// Milliseconds of a transfer before its first token
+    #[arg(long, value_name = "MS", default_value_t = 5.0, value_parser = positive, requires = "kv_transfer")]
+    kv_transfer_ms: f64,
+    /// Tokens whose blocks are fetched per second
+    #[arg(long, value_name = "N", default_value_t = 200_000, value_parser = clap::value_parser!(u32).range(1..), requires = "kv_transfer")]
+    kv_transfer_tokens_per_s: u32,
+    /// Lose every transfer of this number; 0: none
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "kv_transfer")]
+    kv_transfer_lost_every: u32,
+    /// What becomes of a request whose blocks cannot be fetched
+    #[arg(
+        long,
+        value_name = "WHAT",
+        value_enum,
+        default_value_t,
+        requires = "kv_transfer"
+    )]
+    kv_load_failure: LoadFailure,
     /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557
     #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
     kv_events: Option<SocketAddr>,
@@ -95,8 +118,15 @@ impl From<EngineArgs> for EngineOptions {
             form: args.kv_format,
             faults: args.fault.clone().unwrap_or_default(),
         });
+        let transfer = args.kv_transfer.then(|| TransferOptions {
+            base: Duration::from_secs_f64(args.kv_transfer_ms / 1e3),
+            tokens_per_s: args.kv_transfer_tokens_per_s,
+            lost_every: args.kv_transfer_lost_every,
+            on_failure: args.kv_load_failure,
+        });
         Self {
             events,
+            transfer,
             listen: args.listen,
             model: args.model,
             shape: EngineShape {

@@ -99,5 +99,6 @@ fn spec(number: usize, url: &str, has_events: bool) -> BackendSpec {
         capacity_blocks: None,
         kv_events: has_events.then(|| "auto".to_owned()),
         kv_replay: None,
+        role: state::command::BackendRole::Both,
     }
 }

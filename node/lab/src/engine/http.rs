@@ -4,6 +4,7 @@
 //! body is dropped, which aborts the request in the scheduler. Idle connections are closed after
 //! the keep-alive time, as uvicorn does under vLLM.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,7 +12,7 @@ use std::time::Duration;
 use api::prompt::{ParsedBody, ReplyShape};
 use axum::body::Body;
 use axum::extract::rejection::BytesRejection;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
@@ -36,6 +37,7 @@ use super::metrics::EngineMetricsPage;
 use super::model::{ComputeJob, EngineShape, Finish};
 use super::named::{NamedDialect, NamedEvents};
 use super::text::{Sequence, detokenize, sequence_bytes, token_count, token_ids};
+use super::transfer::{Connector, TRANSFER_PATH, TransferParams};
 
 /// Largest request body, as vLLM limits it.
 const BODY_BYTES_MAX: usize = 32 << 20;
@@ -68,6 +70,7 @@ pub(super) struct EngineServer {
     shape: EngineShape,
     seed: u64,
     requests: AtomicU64,
+    connector: Option<Connector>,
 }
 
 /// How handlers get it.
@@ -161,6 +164,7 @@ impl IntoResponse for RequestRejection {
 /// Fields the routing parser has no use for.
 #[derive(Debug, serde::Deserialize)]
 struct ExtraFields {
+    kv_transfer_params: Option<TransferParams>,
     n: Option<i64>,
     max_tokens: Option<i64>,
     max_completion_tokens: Option<i64>,
@@ -182,7 +186,8 @@ struct Detokenize {
 impl EngineServer {
     /// The surface of an engine that was started with `options`, on `core`.
     #[must_use]
-    pub(super) fn new(core: Arc<DriverCore>, options: &EngineOptions) -> Self {
+    pub(super) fn new(core: Arc<DriverCore>, options: &EngineOptions, address: SocketAddr) -> Self {
+        let connector = options.transfer;
         let names = options.lora.names.iter();
         Self {
             core,
@@ -192,6 +197,7 @@ impl EngineServer {
             shape: options.shape,
             seed: options.seed,
             requests: AtomicU64::new(0),
+            connector: connector.map(|it| Connector::new(it, address, options.speed)),
         }
     }
 
@@ -227,6 +233,7 @@ impl EngineServer {
             .route("/kv_event_sources", get(Self::kv_event_sources))
             .route("/reset_prefix_cache", post(Self::reset_prefix_cache))
             .route("/debug/prefix", post(Self::prefix))
+            .route(TRANSFER_PATH, post(Self::give))
             .route(TOKENIZE, post(Self::tokenize))
             .route("/detokenize", post(Self::detokenize))
             .fallback(Self::unknown)
@@ -246,7 +253,7 @@ impl EngineServer {
         let body = body?;
         let parsed = parse(endpoint.path(), &body)?;
         let adapter = surface.adapter_of(&parsed.model)?;
-        let wanted = check_extras(&body)?;
+        let (wanted, transfer) = check_extras(&body)?;
         let salt = parsed.cache_salt.unwrap_or_default();
         let bytes = sequence_bytes(parsed.prompt, parsed.reply == ReplyShape::Message);
         let prompt_tokens = token_count(bytes.len());
@@ -265,11 +272,13 @@ impl EngineServer {
         } else {
             Finish::Stop
         };
+        let is_fetched = surface.fetch(&transfer, prompt_tokens).await?;
         let ticket = surface.core.submit(ComputeJob {
             sequence,
             max_tokens,
             ending,
             adapter,
+            is_fetched,
         });
         if parsed.stream {
             let include = parsed.include_usage.unwrap_or(false);
@@ -280,7 +289,34 @@ impl EngineServer {
             return Ok((EVENTS, endpoint.stream(ticket, heading, usage)).into_response());
         }
         let end = ticket.finished().await;
-        Ok(Json(endpoint.whole(&heading, end)).into_response())
+        let mut answer = endpoint.whole(&heading, end);
+        if let Some(connector) = surface.connector.as_ref().filter(|_| transfer.keeps()) {
+            let blocks = prompt_tokens.div_ceil(surface.shape.block_size);
+            answer["kv_transfer_params"] = connector.keep(blocks);
+        }
+        Ok(Json(answer).into_response())
+    }
+
+    /// Has a prompt that another engine computed here; answers whether it is.
+    async fn fetch(&self, params: &TransferParams, tokens: u32) -> Result<bool, RequestRejection> {
+        let Some(connector) = &self.connector else {
+            return Ok(false);
+        };
+        let fetched = connector.fetch(params, tokens).await;
+        fetched.map_err(|message| RequestRejection {
+            status: StatusCode::INTERNAL_SERVER_ERROR,
+            message: message.to_owned(),
+            param: None,
+        })
+    }
+
+    /// Gives the blocks of a prompt to another engine.
+    async fn give(State(surface): Shared, Path(entry): Path<String>) -> StatusCode {
+        let connector = surface.connector.as_ref();
+        match connector.is_some_and(|connector| connector.give(&entry)) {
+            true => StatusCode::OK,
+            false => StatusCode::NOT_FOUND,
+        }
     }
 
     async fn embed(
@@ -311,6 +347,7 @@ impl EngineServer {
                 max_tokens: 0,
                 ending: Finish::Stop,
                 adapter: adapter.clone(),
+                is_fetched: false,
             });
         }
         let submitted = jobs.into_iter().map(|job| {
@@ -545,8 +582,9 @@ fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, RequestRejection> {
         .map_err(|bad| RequestRejection::bad_request(bad.message, bad.param.as_deref()))
 }
 
-/// Refuses what this engine cannot do; answers the client's limit of tokens.
-fn check_extras(body: &[u8]) -> Result<Option<u32>, RequestRejection> {
+/// Refuses what this engine cannot do; answers the client's limit of tokens, and what is to become
+/// of the prompt's blocks.
+fn check_extras(body: &[u8]) -> Result<(Option<u32>, TransferParams), RequestRejection> {
     let extras: ExtraFields = read(body, None)?;
     if extras.n.is_some_and(|n| n != 1) {
         return Err(RequestRejection::bad_request(
@@ -554,15 +592,16 @@ fn check_extras(body: &[u8]) -> Result<Option<u32>, RequestRejection> {
             Some("n"),
         ));
     }
+    let transfer = extras.kv_transfer_params.unwrap_or_default();
     let Some(wanted) = extras
         .max_completion_tokens
         .or(extras.max_tokens)
         .or(extras.max_output_tokens)
     else {
-        return Ok(None);
+        return Ok((None, transfer));
     };
     let whole = u32::try_from(wanted).ok().filter(|wanted| *wanted > 0);
-    whole.map(Some).ok_or_else(|| {
+    whole.map(|whole| (Some(whole), transfer)).ok_or_else(|| {
         let message = format!("max_tokens must be at least 1, got {wanted}.");
         RequestRejection::bad_request(message, Some("max_tokens"))
     })

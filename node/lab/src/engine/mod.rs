@@ -25,6 +25,7 @@ mod named;
 #[cfg(test)]
 mod tests;
 pub mod text;
+mod transfer;
 
 use std::io;
 use std::net::SocketAddr;
@@ -46,6 +47,7 @@ pub use events::{EventEncoding, EventsOptions, PublisherFaults};
 use http::{EngineServer, serve};
 pub use lora::LoraOptions;
 use model::{EngineShape, EngineStats, Scheduler};
+pub use transfer::{LoadFailure, TransferOptions};
 
 /// Connections one engine serves at a time; further ones wait in the listener's queue.
 const CONNECTIONS_MAX: usize = 16_384;
@@ -69,6 +71,8 @@ pub struct EngineOptions {
     pub events: Option<EventsOptions>,
     /// LoRA adapters.
     pub lora: LoraOptions,
+    /// KV connector; `None`: there is none.
+    pub transfer: Option<TransferOptions>,
 }
 
 impl Default for EngineOptions {
@@ -89,6 +93,7 @@ impl Default for EngineOptions {
             keep_alive: Duration::from_secs(5),
             events: None,
             lora: LoraOptions::default(),
+            transfer: None,
         }
     }
 }
@@ -137,7 +142,7 @@ impl EmulatedEngine {
         };
         let scheduler = Scheduler::new(options.shape).with_lora(&options.lora);
         let core = DriverCore::new(scheduler, options.speed, publisher);
-        let surface = EngineServer::new(core.clone(), &options);
+        let surface = EngineServer::new(core.clone(), &options, addr);
         tasks.spawn(stop.clone().run_until_cancelled_owned(core.clone().drive()));
         let acceptor = accept(
             listener,

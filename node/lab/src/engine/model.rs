@@ -111,6 +111,8 @@ pub struct ComputeJob {
     pub ending: Finish,
     /// LoRA adapter; `None`: the base model.
     pub adapter: Option<Arc<str>>,
+    /// Whether the blocks of its prompt were fetched from another engine.
+    pub is_fetched: bool,
 }
 
 #[derive(Debug)]
@@ -384,22 +386,19 @@ impl Scheduler {
             let tokens = request.job.sequence.tokens();
             let hit = self.pool.find(request.job.sequence.hashes(), tokens);
             let hit_tokens = hit.tokens(&self.pool);
-            let new = (tokens - hit_tokens).min(*budget);
-            if !self
-                .pool
-                .allocate(&mut request.held, &hit, hit_tokens + new)
-            {
+            // The last token is computed in any case.
+            let ready = match request.job.is_fetched {
+                true => tokens.saturating_sub(1).max(hit_tokens),
+                false => hit_tokens,
+            };
+            let new = (tokens - ready).min(*budget);
+            if !self.pool.allocate(&mut request.held, &hit, ready + new) {
                 return;
             }
-            request.computed = hit_tokens;
-            register(
-                &mut self.pool,
-                request,
-                hit_tokens + new,
-                &mut self.contents,
-            );
+            request.computed = ready;
+            register(&mut self.pool, request, ready + new, &mut self.contents);
             if request.cached.is_none() {
-                request.cached = Some(hit_tokens);
+                request.cached = Some(ready);
                 self.stats.cache_queries += u64::from(tokens);
                 self.stats.cache_hits += u64::from(hit_tokens);
                 self.stats.prompt_tokens += u64::from(tokens);
@@ -456,6 +455,7 @@ impl Scheduler {
             .expect("running requests are known");
         self.pool.release(&mut request.held);
         request.computed = 0;
+        request.job.is_fetched = false;
         self.waiting.push_front(id);
         self.stats.preemptions += 1;
     }

@@ -25,6 +25,7 @@ fn job(tokens: u32, shared: u32, own: u8, max_tokens: u32) -> ComputeJob {
         max_tokens,
         ending: Finish::Length,
         adapter: None,
+        is_fetched: false,
     }
 }
 
@@ -86,6 +87,7 @@ fn a_conversation_finds_the_answer_it_continues() {
         max_tokens: 15,
         ending: Finish::Stop,
         adapter: None,
+        is_fetched: false,
     });
     run_to_end(&mut scheduler);
     for _ in 0..15 {

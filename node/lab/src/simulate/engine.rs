@@ -98,6 +98,7 @@ impl SimEngine {
                     max_tokens: output_tokens,
                     ending: Finish::Length,
                     adapter: None,
+                    is_fetched: false,
                 });
                 names.push(request);
                 let place = ids.partition_point(|(known, _)| *known < request);

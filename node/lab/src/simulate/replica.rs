@@ -130,6 +130,7 @@ impl SimRequest<'_> {
             labels: &[],
             excluded,
             waiting_here: 0,
+            is_separable: true,
         }
     }
 }

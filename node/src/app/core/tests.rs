@@ -80,6 +80,7 @@ impl AdmissionRequest for Chat {
             labels: &[],
             excluded,
             waiting_here: 0,
+            is_separable: false,
         }
     }
 
@@ -116,6 +117,7 @@ fn config(folder: &std::path::Path) -> Config {
         capacity_blocks: Some(64),
         kv_events: None,
         kv_replay: None,
+        role: state::command::BackendRole::Both,
     };
     config.cluster.snapshot_every = 20;
     config.backends = (1..=3).map(backend).collect();

@@ -57,6 +57,19 @@ fn headers_of_engines_are_read_and_not_shown() {
 }
 
 #[test]
+fn engines_have_the_role_that_the_config_says() {
+    use state::command::BackendRole;
+
+    let text =
+        |role: &str| format!("node.id = 1\n[[backends]]\nid = \"a\"\nurl = \"http://a:1\"\n{role}");
+    let role = |line: &str| layers(&text(line), &[], &[]).map(|it| it.config.backends[0].role);
+    assert_eq!(role("").unwrap(), BackendRole::Both);
+    assert_eq!(role("role = \"decode\"").unwrap(), BackendRole::Decode);
+    let told = brief(&role("role = \"decoder\"").unwrap_err());
+    assert!(told.contains("backends[0].role"), "{told}");
+}
+
+#[test]
 fn engines_of_the_config_are_where_they_may_be() {
     let told = |allowed: &str, backend: &str| {
         let text = format!(

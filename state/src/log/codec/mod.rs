@@ -23,7 +23,7 @@ mod version_8_tests;
 
 use bincode::{Decode, Encode};
 
-use super::command::{Command, Envelope, Item, Reply};
+use super::command::{BackendRole, Command, Envelope, Item, Reply};
 use crate::encoding::{append_bytes, from_bytes, to_bytes};
 use crate::error::DecodeEntryError;
 
@@ -48,6 +48,7 @@ const DECODE_BYTES_MAX: usize = 64 << 20;
 #[must_use]
 pub fn format_of(command: &Command) -> u8 {
     match command {
+        Command::PutBackend(spec) if spec.role != BackendRole::Both => 8,
         Command::PutUserDefaults(_) | Command::FoundWithUserDefaults { .. } => 8,
         Command::SetCacheScope { .. } => 7,
         // Its backup may be of any version that this build reads.

@@ -60,6 +60,7 @@ fn spec() -> BackendSpec {
         capacity_blocks: Some(30_000),
         kv_events: Some("tcp://10.0.0.1:5557".to_owned()),
         kv_replay: None,
+        role: crate::command::BackendRole::Both,
     }
 }
 

@@ -3,6 +3,7 @@
 mod baselines;
 mod cases;
 mod herd;
+mod pairs;
 mod position;
 mod seeds;
 

@@ -473,6 +473,7 @@ fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
             capacity_blocks,
             kv_events: None,
             kv_replay: None,
+            role: state::command::BackendRole::Both,
         })
     });
     commands.extend(backends);

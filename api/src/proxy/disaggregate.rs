@@ -1,0 +1,302 @@
+//! The prefill stage of a request on two backends, in vLLM's words.
+//!
+//! The prompt goes to the prefill engine as a request for one token, with `kv_transfer_params` that
+//! ask it to keep the blocks; its answer's `kv_transfer_params` say where they are, and go into the
+//! request to the engine that answers, which fetches them. The form is that of vLLM's NIXL
+//! connector (`tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
+//!
+//! Nothing of this can fail a request: whatever happens to the prefill stage, the backend that
+//! answers, which has a place for the request already, computes the prompt itself. Only a prompt
+//! that has broken two engines is not sent to a third (`suspects.rs`).
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http::{Response, StatusCode};
+use http_body_util::{BodyExt, Limited};
+use state::Backend;
+use tokio::time::{Instant, timeout_at};
+
+use super::Proxy;
+use super::attempt::{AttemptFailure, OutgoingRequest, PendingAttempt, Post, note, post};
+use super::inspect::read_usage;
+use super::scan::{members, value_of};
+use crate::backends::pool::{EngineBody, Segments, SendError};
+use crate::error::ProxyError;
+use crate::routing::{Attempt, AttemptEnd, Decision, PrefillAttempt, PrefillDecision, Usage};
+
+/// Longest answer of a prefill engine, in bytes: a token, and the numbers of the prompt's blocks.
+const PREFILL_ANSWER_BYTES_MAX: usize = 4 << 20;
+/// Part of the time to the first byte that the prefill stage has; the rest is for computing the
+/// prompt elsewhere.
+const PREFILL_TIME_PART: u32 = 2;
+
+/// Members of a client's body that a prefill engine does not get: it makes one token.
+const DROPPED: [&[u8]; 6] = [
+    b"stream",
+    b"stream_options",
+    b"max_tokens",
+    b"max_completion_tokens",
+    b"min_tokens",
+    b"min_completion_tokens",
+];
+/// What it gets instead. It stands last, where it counts however a member before is written.
+const ONE_TOKEN: &str = r#""stream":false,"max_tokens":1,"#;
+const ONE_TOKEN_OF_CHAT: &str = r#""max_completion_tokens":1,"#;
+const KEEP_FOR_ANOTHER: &str = r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}}"#;
+
+/// A request whose prompt is computed, as far as it is to be elsewhere.
+pub(super) struct Staged {
+    pub(super) attempt: Attempt,
+    /// Member of the body for the engine that answers, which says where the prompt's blocks are.
+    pub(super) transfer: Option<Bytes>,
+}
+
+/// What came of a prompt.
+enum Prefilled {
+    /// It is computed; `params`: where its blocks are.
+    Computed {
+        usage: Option<Usage>,
+        params: Option<Bytes>,
+    },
+    /// The engine answered with this status.
+    Refused(StatusCode),
+    Failed(AttemptFailure),
+}
+
+impl Prefilled {
+    /// As metrics and the admin API name it.
+    fn label(&self) -> &'static str {
+        match self {
+            Self::Computed {
+                params: Some(_), ..
+            } => "transferred",
+            Self::Computed { params: None, .. } => "kept",
+            Self::Refused(_) => "refused",
+            Self::Failed(failure) => failure.label(),
+        }
+    }
+
+    fn read(answer: &[u8]) -> Self {
+        let params = value_of(answer, "kv_transfer_params");
+        let params = params.filter(|params| params.first() == Some(&b'{'));
+        Self::Computed {
+            usage: value_of(answer, "usage").and_then(read_usage),
+            params: params.map(transfer_member),
+        }
+    }
+}
+
+/// Has the prompt computed by the backend that the decision names for it, if it names one.
+///
+/// # Errors
+/// If the prompt has broken too many engines by now; the attempt is over then.
+pub(super) async fn disaggregate(
+    proxy: &Arc<Proxy>,
+    sending: &OutgoingRequest<'_>,
+    decision: &Decision,
+    mut attempt: Attempt,
+) -> Result<Staged, ProxyError> {
+    let (Some(chosen), Some(prefill)) = (&decision.prefill, attempt.take_prefill()) else {
+        return Ok(Staged {
+            attempt,
+            transfer: None,
+        });
+    };
+    let began = Instant::now();
+    let pending = PendingAttempt::of(attempt);
+    let prefilled = compute(proxy, sending, (chosen, &prefill), &pending).await;
+    let (attempt, _) = pending.over();
+    proxy.metrics.prefilled(prefilled.label(), began.elapsed());
+    if let Some(record) = &decision.record {
+        record.prefilled(prefilled.label());
+    }
+    settle(proxy, sending, (chosen, prefill), attempt, prefilled)
+}
+
+/// Sends the prompt and reads the answer.
+async fn compute(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    (chosen, prefill): (&PrefillDecision, &PrefillAttempt),
+    pending: &PendingAttempt,
+) -> Prefilled {
+    let until = Instant::now() + proxy.settings.timeouts.first_byte / PREFILL_TIME_PART;
+    let sent = || {
+        prefill.sent();
+        // A client that leaves from here on pays for the prompt.
+        pending.is_sent.store(true, Relaxed);
+    };
+    let body = |backend: &Backend| prefill_body(sending, sending.salts(proxy, backend));
+    let request = Post {
+        body: &body,
+        sent: &sent,
+    };
+    let asked = async {
+        let to = chosen.backend;
+        let answer = post(proxy, sending.asked, &sending.uri, to, request).await?;
+        read(answer).await
+    };
+    match timeout_at(until.min(sending.first_byte_by), asked).await {
+        Ok(Ok(prefilled)) => prefilled,
+        Ok(Err(error)) => Prefilled::Failed(AttemptFailure::of(error, prefill.is_sent())),
+        Err(_) if prefill.is_sent() => Prefilled::Failed(AttemptFailure::TimedOut),
+        Err(_) => Prefilled::Failed(AttemptFailure::TimedOutUnsent),
+    }
+}
+
+async fn read(answer: Response<EngineBody>) -> Result<Prefilled, SendError> {
+    let (head, body) = answer.into_parts();
+    if !head.status.is_success() {
+        return Ok(Prefilled::Refused(head.status));
+    }
+    let body = Limited::new(body, PREFILL_ANSWER_BYTES_MAX).collect().await;
+    let body = body.map_err(|_| SendError::Ended)?.to_bytes();
+    Ok(Prefilled::read(&body))
+}
+
+/// What follows for the prefill backend, the attempt and the prompt.
+fn settle(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    (chosen, mut prefill): (&PrefillDecision, PrefillAttempt),
+    mut attempt: Attempt,
+    prefilled: Prefilled,
+) -> Result<Staged, ProxyError> {
+    let (backend, user, now) = (chosen.backend, attempt.user(), Instant::now());
+    let transfer = match prefilled {
+        Prefilled::Computed { usage, params } => {
+            prefill.answered(usage, now);
+            match &params {
+                Some(_) => attempt.prefilled(prefill, usage, now),
+                None => attempt.computes_alone(),
+            }
+            params
+        }
+        Prefilled::Refused(status) => {
+            let backends = &proxy.backends;
+            match status.is_client_error() {
+                true => backends.report_answer(backend, user, now),
+                false => backends.report_no_answer(backend, Some(user), now),
+            }
+            prefill.end(AttemptEnd::NotRun);
+            attempt.computes_alone();
+            None
+        }
+        Prefilled::Failed(failure) => {
+            failure.report(proxy, backend, user);
+            if let AttemptFailure::TimedOut = failure {
+                proxy.backends.report_no_answer(backend, Some(user), now);
+            }
+            prefill.end(failure.end());
+            note(proxy, sending, (backend, &chosen.name), &failure);
+            if proxy.suspects.refuses(sending.asked) {
+                proxy.metrics.suspects_refused.inc();
+                attempt.end(AttemptEnd::Failed, now);
+                return Err(ProxyError::BreaksBackends);
+            }
+            attempt.computes_alone();
+            None
+        }
+    };
+    Ok(Staged { attempt, transfer })
+}
+
+/// The body for a prefill engine: the client's, for one token.
+fn prefill_body(sending: &OutgoingRequest<'_>, is_salted: bool) -> Segments {
+    let asked = sending.asked;
+    let salt = asked.parsed.cache_salt.as_deref().filter(|_| is_salted);
+    one_token(asked.head.uri.path(), &asked.body, salt).into()
+}
+
+fn one_token(path: &str, body: &[u8], salt: Option<&str>) -> Bytes {
+    let mut out = BytesMut::with_capacity(body.len() + 512);
+    out.put_u8(b'{');
+    for member in members(body) {
+        let key = &body[member.key];
+        let is_dropped = DROPPED.contains(&key) || (salt.is_some() && key == b"cache_salt");
+        if !is_dropped {
+            for part in [b"\"", key, b"\":", &body[member.value], b","] {
+                out.put_slice(part);
+            }
+        }
+    }
+    out.put_slice(ONE_TOKEN.as_bytes());
+    if path == "/v1/chat/completions" {
+        out.put_slice(ONE_TOKEN_OF_CHAT.as_bytes());
+    }
+    if let Some(salt) = salt {
+        // It is of base64url's characters alone.
+        out.put_slice(format!("\"cache_salt\":\"{salt}\",").as_bytes());
+    }
+    out.put_slice(KEEP_FOR_ANOTHER.as_bytes());
+    out.freeze()
+}
+
+/// What the engine that answers is told, as a member of the body and the comma after it.
+fn transfer_member(params: &[u8]) -> Bytes {
+    let mut member = BytesMut::with_capacity(params.len() + 24);
+    member.put_slice(br#""kv_transfer_params":"#);
+    member.put_slice(params);
+    member.put_u8(b',');
+    member.freeze()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn asked(path: &str, body: &str, salt: Option<&str>) -> Value {
+        serde_json::from_slice(&one_token(path, body.as_bytes(), salt)).unwrap()
+    }
+
+    fn params() -> Value {
+        json!({
+            "do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+            "remote_block_ids": null, "remote_host": null, "remote_port": null,
+        })
+    }
+
+    #[test]
+    fn a_prefill_engine_is_asked_for_one_token_and_to_keep_the_blocks() {
+        let body = r#" { "model":"m", "prompt" : "a\"b", "stream":true, "max_tokens":900,
+            "min_tokens":5, "stream_options":{"include_usage":true}, "seed":[1,{"x":2}] } "#;
+        let expected = json!({
+            "model": "m", "prompt": "a\"b", "seed": [1, { "x": 2 }], "stream": false,
+            "max_tokens": 1, "kv_transfer_params": params(),
+        });
+        assert_eq!(asked("/v1/completions", body, None), expected);
+        let body = r#"{"model":"m","messages":[],"max_completion_tokens":9,"cache_salt":"x"}"#;
+        let expected = json!({
+            "model": "m", "messages": [], "stream": false, "max_tokens": 1,
+            "max_completion_tokens": 1, "cache_salt": "s-_", "kv_transfer_params": params(),
+        });
+        assert_eq!(asked("/v1/chat/completions", body, Some("s-_")), expected);
+    }
+
+    #[test]
+    fn a_limit_that_is_written_otherwise_counts_no_more_than_ours() {
+        let body = r#"{"max\u005ftokens":900,"model":"m","stream":true}"#;
+        assert_eq!(asked("/v1/completions", body, None)["max_tokens"], 1);
+    }
+
+    #[test]
+    fn an_answer_says_where_the_blocks_are_or_nothing() {
+        let read = |answer: &[u8]| match Prefilled::read(answer) {
+            Prefilled::Computed { usage, params } => (usage, params),
+            Prefilled::Refused(_) | Prefilled::Failed(_) => panic!("it was computed"),
+        };
+        let answer = br#"{"id":"x","usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}},"kv_transfer_params":{"remote_block_ids":[1,2]}}"#;
+        let (usage, params) = read(answer);
+        let usage = usage.unwrap();
+        assert_eq!((usage.prompt_tokens, usage.cached_tokens), (9, Some(4)));
+        let member = br#""kv_transfer_params":{"remote_block_ids":[1,2]},"#;
+        assert_eq!(params.unwrap(), &member[..]);
+        for none in [&br#"{"kv_transfer_params":null}"#[..], b"{}", b"not json"] {
+            assert!(read(none).1.is_none());
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! An attempt on two backends: what it keeps of the prefill stage.
+//!
+//! The usage is one request's. What of the prompt was cached is what the prefill backend says: to
+//! the one that answers the whole prompt looks cached, as it fetched it.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::{Attempt, OpenAttempt};
+use crate::routing::prefill::PrefillAttempt;
+use crate::routing::prompt_size::PromptSize;
+use crate::routing::{AttemptEnd, Usage};
+
+/// The prefill stage of an attempt.
+pub(super) struct PrefillStage {
+    /// `None`: somebody drives it, or it is over.
+    pub(super) attempt: Option<PrefillAttempt>,
+    /// The prompt as the backend that answers has it.
+    pub(super) fetched: PromptSize,
+    /// What the prefill backend said it had cached.
+    pub(super) cached_tokens: Option<u64>,
+    /// When the prompt was computed; `None`: it is not.
+    pub(super) ended: Option<Instant>,
+}
+
+impl Attempt {
+    /// The prefill stage, for whoever drives it; `None`: there is none.
+    pub fn take_prefill(&mut self) -> Option<PrefillAttempt> {
+        self.open.as_mut()?.prefill.as_mut()?.attempt.take()
+    }
+
+    /// The prompt was computed, with this report. Its blocks stay held until the answer begins.
+    pub fn prefilled(&mut self, attempt: PrefillAttempt, usage: Option<Usage>, now: Instant) {
+        let stage = self.open.as_mut().and_then(|open| open.prefill.as_mut());
+        if let Some(stage) = stage {
+            stage.attempt = Some(attempt);
+            stage.ended = Some(now);
+            stage.cached_tokens = usage.and_then(|usage| usage.cached_tokens);
+        }
+    }
+
+    /// The prompt was not computed elsewhere: this attempt's backend computes it.
+    pub fn computes_alone(&mut self) {
+        let Some(open) = &mut self.open else { return };
+        if let Some(stage) = open.prefill.take() {
+            open.prompt = stage.fetched;
+            let uncached = open.prompt.tokens - open.prompt.predicted;
+            open.underway.computes(uncached);
+        }
+    }
+}
+
+impl OpenAttempt {
+    /// The answer begins: nothing is fetched any more.
+    pub(super) fn end_prefill(&mut self) {
+        let stage = self.prefill.as_mut();
+        if let Some(attempt) = stage.and_then(|stage| stage.attempt.take()) {
+            attempt.end(AttemptEnd::Finished);
+        }
+    }
+
+    /// How long the attempt's backend has been at work, at `now`.
+    pub(super) fn at_work(&self, now: Instant) -> Duration {
+        let stage = self.prefill.as_ref();
+        match stage.and_then(|stage| stage.ended) {
+            Some(ended) => now.saturating_duration_since(ended),
+            None => self.stopwatch.elapsed(now),
+        }
+    }
+
+    /// A report as far as it counts.
+    pub(super) fn believed(&self, usage: Usage) -> Usage {
+        let stage = self.prefill.as_ref();
+        stage.map_or(usage, |stage| Usage {
+            cached_tokens: stage.cached_tokens,
+            ..usage
+        })
+    }
+}

@@ -1,0 +1,205 @@
+//! The prefill stage of a request on two backends: what it holds at the one that computes the
+//! prompt.
+//!
+//! It counts as running there and has a lease, as any attempt; the request's user, its charge and
+//! its answer are the [`Attempt`](super::Attempt)'s at the other backend. The lease lasts until the
+//! answer begins: until then the other backend may still fetch the blocks. What the engine says of
+//! its cache is learnt from here, as the prompt is computed here.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use state::Registry;
+use state::command::LeaseOutcome;
+use state::ids::{AttemptId, BackendRef, UserKey};
+use state::policy::Reason;
+use tokio::time::Instant;
+
+use super::dispatch::Dispatcher;
+use super::load::LoadGuard;
+use super::metrics::InFlightGuard;
+use super::predictions::Prediction;
+use super::prompt_size::PromptSize;
+use super::samples::{AttemptTimer, EndedRequest};
+use super::{AttemptEnd, ReservedPlace, RoutingRequest, Usage};
+use crate::backends::HalfOpenProbe;
+
+/// The backend that computes a request's prompt for the one that answers.
+#[derive(Debug, Clone)]
+pub struct PrefillDecision {
+    /// The backend.
+    pub backend: BackendRef,
+    /// Its id.
+    pub name: Arc<str>,
+    /// Leading blocks it is believed to hold.
+    pub matched: u32,
+    /// Why.
+    pub reason: Reason,
+    /// Its circuit is open: this request is the one that tries it.
+    pub(crate) trial: Option<Arc<HalfOpenProbe>>,
+}
+
+/// A prompt under way at its prefill backend. Dropping it ends it, by how far it came.
+pub struct PrefillAttempt {
+    dispatcher: Arc<Dispatcher>,
+    id: AttemptId,
+    user: UserKey,
+    backend: BackendRef,
+    is_sent: AtomicBool,
+    /// `None` once it is over.
+    open: Option<OpenPrefill>,
+}
+
+struct OpenPrefill {
+    stopwatch: AttemptTimer,
+    /// Keeps others away from a backend whose circuit is open, until there is a verdict.
+    trial: Option<Arc<HalfOpenProbe>>,
+    underway: LoadGuard,
+    meter: InFlightGuard,
+    prompt: PromptSize,
+    is_touching: bool,
+    is_answered: bool,
+}
+
+impl Dispatcher {
+    /// Notes that the prompt goes to `chosen` now.
+    pub(super) fn begin_prefill(
+        self: &Arc<Self>,
+        (chosen, place): (&PrefillDecision, ReservedPlace),
+        touch: state::policy::Touch,
+        ask: &RoutingRequest<'_>,
+        (registry, now): (&Registry, Instant),
+    ) -> PrefillAttempt {
+        let id = self.next_attempt();
+        let (backend, chain) = (chosen.backend, &ask.identity.chain);
+        let prompt = PromptSize::of(ask.identity, chosen.matched, registry);
+        let uncached_tokens = prompt.tokens - prompt.predicted;
+        let mut before = self.load.cluster(backend, now);
+        before.running = before.running.saturating_sub(1);
+        let open = OpenPrefill {
+            stopwatch: AttemptTimer::start(before, uncached_tokens, now),
+            trial: chosen.trial.clone(),
+            underway: place.into_guard(uncached_tokens),
+            meter: InFlightGuard::at(self.fleet.meter(backend, &chosen.name)),
+            prompt,
+            is_touching: touch.is_due(self.session, id),
+            is_answered: false,
+        };
+        self.backends.sent(backend.slot, ask.model);
+        let held = self.held(backend, chain, chosen.matched);
+        self.outbox
+            .with(|outbox| outbox.acquire(id, backend, chain, held));
+        PrefillAttempt {
+            dispatcher: Arc::clone(self),
+            id,
+            user: ask.user.key(registry.hash_seed),
+            backend,
+            is_sent: AtomicBool::new(false),
+            open: Some(open),
+        }
+    }
+}
+
+impl PrefillAttempt {
+    /// The backend.
+    #[must_use]
+    pub fn backend(&self) -> BackendRef {
+        self.backend
+    }
+
+    /// The prompt goes over a connection now.
+    pub fn sent(&self) {
+        self.is_sent.store(true, Relaxed);
+    }
+
+    /// Whether the engine may have got the prompt.
+    #[must_use]
+    pub fn is_sent(&self) -> bool {
+        self.is_sent.load(Relaxed)
+    }
+
+    /// The prompt is computed, and this is what the engine reports.
+    pub fn answered(&mut self, usage: Option<Usage>, now: Instant) {
+        let Some(open) = &mut self.open else { return };
+        let dispatcher = &self.dispatcher;
+        open.is_answered = true;
+        open.underway.first_byte();
+        open.trial = None;
+        dispatcher
+            .backends
+            .report_answer(self.backend, self.user, now);
+        let (samples, stopwatch) = (&dispatcher.samples, &mut open.stopwatch);
+        samples.add(self.backend, now, |sample| {
+            stopwatch.first_token(now, sample);
+        });
+        if let Some(usage) = usage {
+            open.learn(dispatcher, (self.backend, self.user), usage, now);
+        }
+    }
+
+    /// Ends it: releases the lease and the place.
+    pub fn end(mut self, end: AttemptEnd) {
+        self.close(end);
+    }
+
+    fn close(&mut self, end: AttemptEnd) {
+        let Some(open) = self.open.take() else { return };
+        open.meter.count_end(end);
+        let outcome = match (end, open.is_touching) {
+            (AttemptEnd::NotRun | AttemptEnd::Failed, _) => LeaseOutcome::Discarded,
+            (AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft, true) => {
+                LeaseOutcome::Kept
+            }
+            (AttemptEnd::Finished | AttemptEnd::Broken | AttemptEnd::ClientLeft, false) => {
+                LeaseOutcome::KeptUntouched
+            }
+        };
+        self.dispatcher
+            .outbox
+            .with(|outbox| outbox.release(self.id, outcome));
+    }
+}
+
+impl Drop for PrefillAttempt {
+    fn drop(&mut self) {
+        let is_answered = self.open.as_ref().is_some_and(|open| open.is_answered);
+        let end = match (is_answered, self.is_sent()) {
+            (true, _) => AttemptEnd::Finished,
+            (false, true) => AttemptEnd::ClientLeft,
+            (false, false) => AttemptEnd::NotRun,
+        };
+        self.close(end);
+    }
+}
+
+impl OpenPrefill {
+    /// Samples and predictions.
+    fn learn(
+        &self,
+        dispatcher: &Dispatcher,
+        (backend, user): (BackendRef, UserKey),
+        usage: Usage,
+        now: Instant,
+    ) {
+        let (prompt, tokens) = (&self.prompt, usage.prompt_tokens);
+        let ended = EndedRequest {
+            prompt_tokens: tokens,
+            cached_tokens: usage.cached_tokens.unwrap_or(prompt.predicted),
+            output_tokens: usage.completion_tokens,
+            block_tokens: prompt.block_tokens,
+        };
+        dispatcher
+            .samples
+            .add(backend, now, |sample| ended.count(sample));
+        let Some(cached) = usage.cached_tokens.filter(|_| prompt.is_telling) else {
+            return;
+        };
+        let predicted = prompt.predicted_of(tokens);
+        self.meter.count_prefix(tokens, predicted, cached);
+        dispatcher
+            .backends
+            .found_cached(backend, user, predicted, cached);
+        let prediction = Prediction::of(tokens, predicted, cached);
+        dispatcher.samples.predict(backend, user, prediction, now);
+    }
+}

@@ -1,0 +1,258 @@
+//! Requests on two engines, as vLLM's NIXL connector has it: one computes the prompt, the other
+//! fetches its blocks and answers.
+
+use api::proxy::RequestOutcome;
+use serde_json::{Value, json};
+use state::command::{BackendRole, BackendSpec, Charge, Command};
+
+use super::client::{Answer, post};
+use super::engine::{DONE, Engine, Step, chunk, delta, json as whole, last_chunk, stream_head};
+use super::fleet::{Fleet, eventually};
+
+const COMPUTED: &str = r#"{"id":"p","usage":{"prompt_tokens":1010,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":400}},"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[7,8],"remote_engine_id":"e","remote_host":"10.0.0.1","remote_port":5600}}"#;
+const ANSWERED: &str = r#"{"id":"d","choices":[{"index":0,"text":"x","finish_reason":"length"}],"usage":{"prompt_tokens":1010,"completion_tokens":30,"prompt_tokens_details":{"cached_tokens":1009}}}"#;
+const LOST: &str = r#"{"error":{"message":"KV load failed"}}"#;
+
+/// `e0` computes prompts, the others answer.
+async fn apart(engines: &[&Engine]) -> Fleet {
+    let fleet = Fleet::start(engines).await;
+    for (number, engine) in engines.iter().enumerate() {
+        let role = match number {
+            0 => BackendRole::Prefill,
+            _ => BackendRole::Decode,
+        };
+        fleet.apply(Command::PutBackend(BackendSpec {
+            id: format!("e{number}"),
+            url: format!("http://{}", engine.address),
+            models: vec!["m".to_owned()],
+            labels: Default::default(),
+            capacity_blocks: Some(100_000),
+            kv_events: None,
+            kv_replay: None,
+            role,
+        }));
+    }
+    fleet
+}
+
+fn long(fields: &str) -> String {
+    let words = "Words of a prompt. ".repeat(220);
+    let body = format!(r#"{{"model":"m","prompt":"{words}","max_tokens":30{fields}}}"#);
+    post(
+        "/v1/completions",
+        "content-type: application/json\r\n",
+        &body,
+    )
+}
+
+fn body(request: &str) -> Value {
+    let (_, body) = request.split_once("\r\n\r\n").unwrap();
+    serde_json::from_str(body).unwrap()
+}
+
+fn answered_by(answer: &Answer) -> (u16, Option<&str>, Option<&str>) {
+    let prefill = answer.header("x-quorate-prefill");
+    (answer.status, prefill, answer.header("x-quorate-backend"))
+}
+
+fn tokens(charged: &Charge) -> [u64; 3] {
+    [charged.input_uncached, charged.input_cached, charged.output]
+}
+
+#[tokio::test]
+async fn a_prompt_is_computed_by_one_engine_answered_by_another_and_charged_once() {
+    let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
+    let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
+    let fleet = apart(&[&computing, &answering]).await;
+    let answer = fleet.client().await.ask(long("")).await;
+    assert_eq!(answered_by(&answer), (200, Some("e0"), Some("e1")));
+    assert_eq!(
+        answer.body, ANSWERED,
+        "the client gets what the engine says"
+    );
+    let [asked, got] = [&computing, &answering].map(|engine| body(&engine.requests()[0]));
+    assert_eq!(
+        (&asked["max_tokens"], &asked["stream"]),
+        (&json!(1), &json!(false))
+    );
+    assert_eq!(asked["kv_transfer_params"]["do_remote_decode"], true);
+    assert_eq!(got["max_tokens"], 30);
+    let told: Value = serde_json::from_str(COMPUTED).unwrap();
+    assert_eq!(got["kv_transfer_params"], told["kv_transfer_params"]);
+    assert_eq!(asked["prompt"], got["prompt"]);
+    fleet.is_idle().await;
+    assert_eq!(tokens(&fleet.charged().await), [610, 400, 30]);
+}
+
+#[tokio::test]
+async fn a_stream_comes_from_the_engine_that_answers() {
+    let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
+    let steps = vec![
+        stream_head(),
+        chunk(&delta("a", 1)),
+        chunk(DONE),
+        last_chunk(),
+    ];
+    let answering = Engine::always(steps).await;
+    let fleet = apart(&[&computing, &answering]).await;
+    let answer = fleet.client().await.ask(long(",\"stream\":true")).await;
+    assert_eq!(answered_by(&answer), (200, Some("e0"), Some("e1")));
+    assert!(answer.body.contains("[DONE]") && answer.is_complete);
+    let [asked, got] = [&computing, &answering].map(|engine| body(&engine.requests()[0]));
+    assert_eq!(
+        (&asked["stream"], &got["stream"]),
+        (&json!(false), &json!(true))
+    );
+    assert_eq!(asked.get("stream_options"), None);
+    assert_eq!(got["stream_options"]["include_usage"], true);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn whatever_befalls_the_engine_that_computes_the_other_one_answers() {
+    let hidden = r#"{"id":"p","usage":{"prompt_tokens":9},"kv_transfer_params":null}"#;
+    for steps in [
+        vec![whole("500 Internal Server Error", "{}")],
+        vec![whole("429 Too Many Requests", "{}")],
+        vec![whole("400 Bad Request", "{}")],
+        vec![whole("200 OK", hidden)],
+        vec![whole("200 OK", "no JSON")],
+        vec![Step::Close],
+        vec![
+            Step::Send(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{".to_vec()),
+            Step::Close,
+        ],
+    ] {
+        let computing = Engine::always(steps).await;
+        let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
+        let fleet = apart(&[&computing, &answering]).await;
+        let answer = fleet.client().await.ask(long("")).await;
+        assert_eq!((answer.status, answer.body.as_str()), (200, ANSWERED));
+        assert_eq!(
+            (computing.requests().len(), answering.requests().len()),
+            (1, 1)
+        );
+        let got = body(&answering.requests()[0]);
+        assert_eq!(got.get("kv_transfer_params"), None);
+        fleet.is_idle().await;
+        // What the one that computed it says.
+        assert_eq!(tokens(&fleet.charged().await), [1, 1009, 30]);
+    }
+    let (dead, answering) = (
+        Engine::dead().await,
+        Engine::always(vec![whole("200 OK", ANSWERED)]).await,
+    );
+    let fleet = apart(&[&dead, &answering]).await;
+    assert_eq!(fleet.client().await.ask(long("")).await.status, 200);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_transfer_that_fails_is_made_up_for_before_the_first_byte() {
+    let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
+    let answering = Engine::answering(|request| {
+        let is_told = request.contains("kv_transfer_params");
+        vec![match is_told {
+            true => whole("500 Internal Server Error", LOST),
+            false => whole("200 OK", ANSWERED),
+        }]
+    })
+    .await;
+    let fleet = apart(&[&computing, &answering]).await;
+    let answer = fleet.client().await.ask(long("")).await;
+    assert_eq!(answered_by(&answer), (200, None, Some("e1")));
+    assert_eq!(
+        (computing.requests().len(), answering.requests().len()),
+        (1, 2)
+    );
+    fleet.is_idle().await;
+    assert_eq!(tokens(&fleet.charged().await), [1, 1009, 30]);
+}
+
+#[tokio::test]
+async fn an_engine_that_cannot_be_reached_is_replaced_by_another_that_answers() {
+    let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
+    let (dead, alive) = (
+        Engine::dead().await,
+        Engine::always(vec![whole("200 OK", ANSWERED)]).await,
+    );
+    let fleet = apart(&[&computing, &dead, &alive]).await;
+    for _ in 0..4 {
+        let answer = fleet.client().await.ask(long("")).await;
+        assert_eq!(
+            (answer.status, answer.header("x-quorate-backend")),
+            (200, Some("e2"))
+        );
+    }
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn an_answer_that_breaks_off_is_told_as_any() {
+    let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
+    let steps = vec![stream_head(), chunk(&delta("a", 1)), Step::Close];
+    let answering = Engine::always(steps).await;
+    let fleet = apart(&[&computing, &answering]).await;
+    let answer = fleet.client().await.ask(long(",\"stream\":true")).await;
+    assert!(answer.body.contains("\"error\""), "{}", answer.body);
+    assert_eq!(computing.requests().len(), 1, "nothing is tried again");
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_takes_the_prompt_with_it_and_pays_for_it() {
+    let computing = Engine::always(vec![Step::Hang]).await;
+    let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
+    let fleet = apart(&[&computing, &answering]).await;
+    let mut client = fleet.client().await;
+    client.send(long("")).await;
+    eventually("it is computed", || computing.requests().len() == 1).await;
+    assert_eq!(fleet.running(), 2, "each of the two has a place for it");
+    drop(client);
+    eventually("its connection is closed", || computing.abandoned() == 1).await;
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 0), 1);
+    assert!(answering.requests().is_empty());
+    let [uncached, _, output] = tokens(&fleet.charged().await);
+    assert!(uncached > 900 && output == 0, "{uncached} {output}");
+}
+
+#[tokio::test]
+async fn short_prompts_and_other_paths_go_to_the_engine_that_answers_alone() {
+    let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
+    let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
+    let fleet = apart(&[&computing, &answering]).await;
+    let words = "Words of a prompt. ".repeat(220);
+    let json = "content-type: application/json\r\n";
+    for request in [
+        post("/v1/completions", json, r#"{"model":"m","prompt":"short"}"#),
+        post(
+            "/v1/embeddings",
+            json,
+            &format!(r#"{{"model":"m","input":"{words}"}}"#),
+        ),
+        long(",\"n\":2"),
+        long(",\"prompt_logprobs\":1"),
+    ] {
+        let answer = fleet.client().await.ask(request).await;
+        assert_eq!(answered_by(&answer), (200, None, Some("e1")));
+    }
+    assert!(computing.requests().is_empty());
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn the_record_of_a_decision_names_both() {
+    let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;
+    let answering = Engine::always(vec![whole("200 OK", ANSWERED)]).await;
+    let fleet = apart(&[&computing, &answering]).await;
+    fleet.client().await.ask(long("")).await;
+    fleet.is_idle().await;
+    let list = "/admin/v1/decisions?backend=e0";
+    let (_, listed) = fleet.call("GET", list, &Value::Null).await;
+    let last = &listed["decisions"][0]["last"];
+    assert_eq!(
+        (&last["backend"], &last["prefill"]),
+        (&json!("e1"), &json!("e0"))
+    );
+}

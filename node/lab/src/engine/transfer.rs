@@ -1,0 +1,172 @@
+//! A KV connector like vLLM's NIXL one: prompts computed at one engine, fetched by another.
+//!
+//! A request with `do_remote_decode` leaves an entry behind, whose address its answer tells in
+//! `kv_transfer_params`. A request with these, `do_remote_prefill` among them, takes the entry from
+//! that engine over HTTP, waits as long as the blocks would take, and has its prompt computed. An
+//! entry that is not there any more is a failed transfer, as is one that this engine is told to
+//! lose; what then happens is [`LoadFailure`]. Blocks are not held for the one that fetches them:
+//! the model moves time, not bytes.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// Most prompts kept for others; the oldest goes first.
+const ENTRIES_MAX: usize = 1024;
+/// Path on which an engine gives up an entry.
+pub(super) const TRANSFER_PATH: &str = "/kv_transfer/{entry}";
+
+/// What an engine does with a request whose blocks cannot be fetched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum LoadFailure {
+    /// Compute them.
+    #[default]
+    Recompute,
+    /// Answer with an error.
+    Fail,
+}
+
+/// The connector of an engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TransferOptions {
+    /// Time of a transfer before its first token.
+    pub base: Duration,
+    /// Tokens whose blocks go over per second.
+    pub tokens_per_s: u32,
+    /// Each transfer of this number fails; 0: none.
+    pub lost_every: u32,
+    /// What follows from that.
+    pub on_failure: LoadFailure,
+}
+
+impl Default for TransferOptions {
+    fn default() -> Self {
+        Self {
+            base: Duration::from_millis(5),
+            tokens_per_s: 200_000,
+            lost_every: 0,
+            on_failure: LoadFailure::Recompute,
+        }
+    }
+}
+
+/// `kv_transfer_params` of a request.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct TransferParams {
+    do_remote_decode: bool,
+    do_remote_prefill: bool,
+    remote_host: Option<String>,
+    remote_port: Option<u16>,
+    remote_request_id: Option<String>,
+}
+
+impl TransferParams {
+    /// Whether another engine is to have the prompt's blocks.
+    pub(super) fn keeps(&self) -> bool {
+        self.do_remote_decode
+    }
+}
+
+/// An engine's connector.
+#[derive(Debug)]
+pub(super) struct Connector {
+    options: TransferOptions,
+    address: SocketAddr,
+    speed: f64,
+    last: AtomicU64,
+    fetched: AtomicU64,
+    entries: Mutex<VecDeque<String>>,
+}
+
+impl Connector {
+    pub(super) fn new(options: TransferOptions, address: SocketAddr, speed: f64) -> Self {
+        Self {
+            options,
+            address,
+            speed,
+            last: AtomicU64::new(0),
+            fetched: AtomicU64::new(0),
+            entries: Mutex::default(),
+        }
+    }
+
+    /// Keeps a computed prompt of so many blocks for another engine; answers where it is.
+    pub(super) fn keep(&self, blocks: u32) -> Value {
+        let entry = format!("{:x}", self.last.fetch_add(1, Ordering::Relaxed));
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        if entries.len() >= ENTRIES_MAX {
+            entries.pop_front();
+        }
+        entries.push_back(entry.clone());
+        json!({
+            "do_remote_prefill": true,
+            "do_remote_decode": false,
+            "remote_block_ids": (0..blocks).collect::<Vec<_>>(),
+            "remote_engine_id": self.address.to_string(),
+            "remote_request_id": entry,
+            "remote_host": self.address.ip().to_string(),
+            "remote_port": self.address.port(),
+            "tp_size": 1,
+        })
+    }
+
+    /// Gives up an entry; answers whether it was there.
+    pub(super) fn give(&self, entry: &str) -> bool {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = entries.iter().position(|kept| kept == entry);
+        at.and_then(|at| entries.remove(at)).is_some()
+    }
+
+    /// Fetches a prompt of so many tokens, if the request says that another engine has it; answers
+    /// whether it is here then.
+    ///
+    /// # Errors
+    /// What the client is told, where requests fail with their transfers.
+    pub(super) async fn fetch(
+        &self,
+        params: &TransferParams,
+        tokens: u32,
+    ) -> Result<bool, &'static str> {
+        if !params.do_remote_prefill {
+            return Ok(false);
+        }
+        let number = self.fetched.fetch_add(1, Ordering::Relaxed) + 1;
+        let lost_every = u64::from(self.options.lost_every);
+        let is_lost = lost_every > 0 && number.is_multiple_of(lost_every);
+        if !is_lost && take(params).await.unwrap_or(false) {
+            let rate = f64::from(self.options.tokens_per_s.max(1));
+            let time = self.options.base.as_secs_f64() + f64::from(tokens) / rate;
+            tokio::time::sleep(Duration::from_secs_f64(time / self.speed)).await;
+            return Ok(true);
+        }
+        match self.options.on_failure {
+            LoadFailure::Recompute => Ok(false),
+            LoadFailure::Fail => Err("KV load failed"),
+        }
+    }
+}
+
+/// Asks the engine that has the prompt for it; `None`: the parameters lead nowhere.
+async fn take(params: &TransferParams) -> Option<bool> {
+    let (host, port) = (params.remote_host.as_deref()?, params.remote_port?);
+    let entry = params.remote_request_id.as_deref()?;
+    let is_name = entry.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    let mut socket = TcpStream::connect((host, port)).await.ok()?;
+    let path = TRANSFER_PATH.replace("{entry}", entry);
+    let head = format!("POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: 0\r\n");
+    let request = format!("{head}connection: close\r\n\r\n");
+    if !is_name || socket.write_all(request.as_bytes()).await.is_err() {
+        return None;
+    }
+    let mut status = [0; 12];
+    socket.read_exact(&mut status).await.ok()?;
+    Some(status.ends_with(b" 200"))
+}

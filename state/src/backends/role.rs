@@ -1,0 +1,64 @@
+//! What a backend does of a request: all of it, or one of its two stages.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Stage of a request that a backend computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum BackendRole {
+    /// Whole requests.
+    #[default]
+    Both,
+    /// Prompts, whose KV cache goes to a backend that decodes.
+    Prefill,
+    /// Answers, to prompts from elsewhere or computed here.
+    Decode,
+}
+
+/// Label that stands for the role in the encoding of a backend. Builds that know no roles take it
+/// for any other label (ADR 0084).
+const ROLE_LABEL: &str = "quorate.role";
+
+impl BackendRole {
+    /// All roles.
+    pub const ALL: [Self; 3] = [Self::Both, Self::Prefill, Self::Decode];
+
+    /// Returns its name, as config and admin API spell it.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Both => "both",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+
+    /// Whether a label says what only a role does.
+    pub(super) fn is_label(name: &str, value: &str) -> bool {
+        name == ROLE_LABEL && Self::of_label(value).is_some()
+    }
+
+    /// Adds the role to encoded labels; `both` is not written.
+    pub(super) fn put_into(self, labels: &mut BTreeMap<String, String>) {
+        if self != Self::Both {
+            labels.insert(ROLE_LABEL.to_owned(), self.label().to_owned());
+        }
+    }
+
+    /// Takes the role out of encoded labels. A label with another value is no role and stays.
+    pub(super) fn take_from(labels: &mut BTreeMap<String, String>) -> Self {
+        let Some(role) = labels.get(ROLE_LABEL).and_then(|it| Self::of_label(it)) else {
+            return Self::Both;
+        };
+        labels.remove(ROLE_LABEL);
+        role
+    }
+
+    fn of_label(value: &str) -> Option<Self> {
+        let roles = [Self::Prefill, Self::Decode];
+        roles.into_iter().find(|role| role.label() == value)
+    }
+}

@@ -1,0 +1,129 @@
+//! Prefill and decode apart: whether a request is worth two backends, and which two.
+//!
+//! One backend computes the prompt, another gets its KV cache and answers. Both sides are judged by
+//! the policy that judges whole requests, each by what it has to do: the prefill side computes what
+//! it does not hold, the decode side fetches what it does not hold, which costs a small share of
+//! computing it, and then runs the request. So prefix and pending prefill weigh on the prefill
+//! side, load and memory on the decode side, and a decode backend that holds the prefix is favoured
+//! as far as a transfer is worth.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::{Candidate, Choice, PolicyConfig, PolicyRequest, choose};
+
+/// Transferred tokens that cost as much as one computed token: KV caches of 100 KB a token go at
+/// some 200,000 tokens a second over 200 Gbit/s, and are computed at 10,000.
+const TRANSFERRED_PER_COMPUTED: u32 = 16;
+
+/// When prompts go through a prefill backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Disaggregate {
+    /// Never.
+    Off,
+    /// If enough of the prompt is not cached.
+    #[default]
+    Auto,
+    /// If any prefill backend can take them.
+    Always,
+}
+
+/// Settings of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PairSettings {
+    /// When prompts go through a prefill backend.
+    pub disaggregate: Disaggregate,
+    /// Uncached prompt tokens above which [`Disaggregate::Auto`] takes two backends.
+    pub above_tokens: u32,
+}
+
+impl PairSettings {
+    /// Default of `above_tokens`.
+    pub const ABOVE_TOKENS_DEFAULT: u32 = 512;
+}
+
+impl Default for PairSettings {
+    fn default() -> Self {
+        Self {
+            disaggregate: Disaggregate::default(),
+            above_tokens: Self::ABOVE_TOKENS_DEFAULT,
+        }
+    }
+}
+
+/// Why a request goes to one backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WholeReason {
+    /// It is not one whose stages can be apart: no completion, several prompts or choices, or one
+    /// that skips the prefix cache.
+    NotSeparable,
+    /// The model's settings say so.
+    Off,
+    /// Too little of its prompt is not cached.
+    Short,
+    /// No prefill backend can take it.
+    NoPrefill,
+    /// No decode backend can take it.
+    NoDecode,
+}
+
+/// Two backends for a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pair {
+    /// Computes the prompt.
+    pub prefill: Choice,
+    /// Answers.
+    pub decode: Choice,
+}
+
+/// Decides whether two backends are worth it for a request that would otherwise go to `whole`.
+///
+/// # Errors
+/// Why not.
+pub fn is_worth_two(
+    settings: &PairSettings,
+    request: &PolicyRequest,
+    whole: Choice,
+) -> Result<(), WholeReason> {
+    match settings.disaggregate {
+        Disaggregate::Off => Err(WholeReason::Off),
+        Disaggregate::Always => Ok(()),
+        Disaggregate::Auto => {
+            let uncached = request.uncached_tokens(whole.matched);
+            match uncached > u64::from(settings.above_tokens) {
+                true => Ok(()),
+                false => Err(WholeReason::Short),
+            }
+        }
+    }
+}
+
+/// Chooses a backend on either side. The order of candidates does not matter.
+///
+/// # Errors
+/// Which side has none.
+pub fn choose_pair(
+    policy: &PolicyConfig,
+    request: &PolicyRequest,
+    prefill: &[Candidate],
+    decode: &[Candidate],
+) -> Result<Pair, WholeReason> {
+    let prefill = choose(policy, request, prefill).ok_or(WholeReason::NoPrefill)?;
+    let decode = choose(policy, &request.fetched(), decode).ok_or(WholeReason::NoDecode)?;
+    Ok(Pair { prefill, decode })
+}
+
+impl PolicyRequest {
+    /// Returns the request as the decode side has it: missing tokens are fetched, not computed.
+    #[must_use]
+    pub fn fetched(&self) -> Self {
+        let cheaper = |tokens: u32| tokens.div_ceil(TRANSFERRED_PER_COMPUTED);
+        Self {
+            tokens: cheaper(self.tokens),
+            tokens_per_block: cheaper(self.tokens_per_block),
+            ..*self
+        }
+    }
+}

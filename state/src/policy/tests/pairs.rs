@@ -1,0 +1,108 @@
+//! Two backends for one request.
+
+use super::*;
+
+fn backend(slot: u16, matched: u32) -> Candidate {
+    Candidate {
+        slot: Slot(slot),
+        matched,
+        free_blocks: u32::MAX,
+        ..Candidate::default()
+    }
+}
+
+fn cost() -> PolicyConfig {
+    PolicyConfig::Cost(CostSettings::default())
+}
+
+fn chosen(prefill: &[Candidate], decode: &[Candidate]) -> [u16; 2] {
+    let pair = choose_pair(&cost(), &REQUEST, prefill, decode).unwrap();
+    [pair.prefill.slot.0, pair.decode.slot.0]
+}
+
+#[test]
+fn the_uncached_part_of_a_prompt_decides_whether_it_goes_through_a_prefill_backend() {
+    let whole = |matched| Choice {
+        slot: Slot(0),
+        matched,
+        reason: Reason::LeastCost,
+    };
+    let asked = |disaggregate, matched| {
+        let settings = PairSettings {
+            disaggregate,
+            above_tokens: 800,
+        };
+        is_worth_two(&settings, &REQUEST, whole(matched))
+    };
+    assert_eq!(asked(Disaggregate::Auto, 49), Ok(()));
+    assert_eq!(asked(Disaggregate::Auto, 50), Err(WholeReason::Short));
+    assert_eq!(asked(Disaggregate::Always, 100), Ok(()));
+    assert_eq!(asked(Disaggregate::Off, 0), Err(WholeReason::Off));
+}
+
+#[test]
+fn a_side_without_candidates_is_named() {
+    let some = [backend(0, 0)];
+    let asked = |prefill: &[_], decode: &[_]| choose_pair(&cost(), &REQUEST, prefill, decode);
+    assert_eq!(asked(&[], &some), Err(WholeReason::NoPrefill));
+    assert_eq!(asked(&some, &[]), Err(WholeReason::NoDecode));
+    assert!(asked(&some, &some).is_ok());
+}
+
+#[test]
+fn prefix_and_pending_prefill_weigh_on_the_prefill_side() {
+    let decode = [backend(9, 0)];
+    assert_eq!(chosen(&[backend(0, 0), backend(1, 60)], &decode), [1, 9]);
+    let busy = Candidate {
+        pending_prefill_tokens: 2_000,
+        ..backend(1, 60)
+    };
+    assert_eq!(chosen(&[backend(0, 0), busy], &decode), [0, 9]);
+}
+
+#[test]
+fn load_and_memory_weigh_on_the_decode_side_and_a_prefix_as_much_as_its_transfer() {
+    let prefill = [backend(9, 0)];
+    let running = |running, candidate| Candidate {
+        running,
+        ..candidate
+    };
+    // All of 1600 tokens fetched cost 10 ms, a running request costs 1 ms.
+    let asked = |load| chosen(&prefill, &[backend(0, 0), running(load, backend(1, 100))]);
+    assert_eq!(asked(5), [9, 1]);
+    assert_eq!(asked(20), [9, 0]);
+    // Where the prompt has to be computed the prefix is worth far more.
+    let whole = choose(
+        &cost(),
+        &REQUEST,
+        &[backend(0, 0), running(20, backend(1, 100))],
+    );
+    assert_eq!(whole.unwrap().slot, Slot(1));
+    let full = Candidate {
+        kv_usage_permille: 990,
+        ..backend(0, 0)
+    };
+    assert_eq!(chosen(&prefill, &[full, running(5, backend(1, 0))]), [9, 1]);
+}
+
+proptest! {
+    #[test]
+    fn each_side_gets_one_of_its_candidates(
+        policy in policies(),
+        loads in prop::collection::vec((0_u32..100, 0_u32..100), 2..12),
+        split in 1_usize..11,
+    ) {
+        let candidates: Vec<Candidate> = loads
+            .iter()
+            .zip(0_u16..)
+            .map(|((matched, running), slot)| Candidate {
+                running: *running,
+                ..backend(slot, *matched)
+            })
+            .collect();
+        let (prefill, decode) = candidates.split_at(split.min(candidates.len() - 1));
+        let pair = choose_pair(&policy, &REQUEST, prefill, decode).unwrap();
+        prop_assert!(prefill.iter().any(|it| it.slot == pair.prefill.slot));
+        prop_assert!(decode.iter().any(|it| it.slot == pair.decode.slot));
+    }
+}
