@@ -4,8 +4,9 @@
 use bincode::{Decode, Encode};
 
 use super::User;
-use crate::budgets::Budget;
+use crate::budgets::{Budget, BudgetStatus};
 use crate::pricing::WEIGHT_MILLI_DEFAULT;
+use crate::quotas::Quota;
 use crate::settings::UserLimits;
 
 /// Weight and budget of users without one of their own.
@@ -31,6 +32,20 @@ impl Default for DefaultPlan {
 pub(super) struct Fallbacks {
     pub(super) limits: UserLimits,
     pub(super) plan: DefaultPlan,
+}
+
+impl Fallbacks {
+    /// Returns the quota of a user of whom nothing is known.
+    pub(super) fn quota(&self) -> Quota {
+        Quota {
+            limits: self.limits,
+            budget: BudgetStatus {
+                budget: self.plan.budget,
+                ..BudgetStatus::default()
+            },
+            ..Quota::default()
+        }
+    }
 }
 
 impl User {

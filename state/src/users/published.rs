@@ -38,7 +38,7 @@ impl UsersView {
     pub fn quota(&self, user: UserKey) -> Quota {
         let user = self.map.get(&user);
         user.map_or_else(
-            || User::new().quota(&self.fallbacks),
+            || self.fallbacks.quota(),
             |user| user.quota(&self.fallbacks),
         )
     }
