@@ -310,10 +310,8 @@ impl RouterState {
                 policy,
                 fairness,
             } => {
-                let hashing = BlockHasher {
-                    seed: hash_seed,
-                    secret: Some(hash_secret),
-                };
+                let (seed, secret) = (hash_seed, Some(hash_secret));
+                let hashing = BlockHasher { seed, secret };
                 self.init_cluster(origin, hashing, policy, fairness)
             }
             Command::FoundWithSettings(founding) => self.found_with_settings(origin, *founding),

@@ -21,6 +21,7 @@
 //! 8). Who had a scope before and the weight 1 is taken to follow.
 
 use super::fallbacks::{DefaultPlan, Fallbacks};
+use super::plan::UserPlan;
 use super::table::Users;
 use super::{User, WEIGHT_MILLI_DEFAULT};
 use crate::encoding;
@@ -81,10 +82,8 @@ impl Users {
     /// Whether a user holds nothing that only defaults give.
     pub(super) fn is_plausible(&self, user: &User) -> bool {
         let is_known = self.defaults.is_some();
-        let counts_unasked = user
-            .plan
-            .as_deref()
-            .is_some_and(|plan| plan.counts_unasked());
+        let plan = user.plan.as_deref();
+        let counts_unasked = plan.is_some_and(UserPlan::counts_unasked);
         (is_known || !counts_unasked) && (!user.is_unweighted || is_known && user.is_configured)
     }
 }
