@@ -79,3 +79,28 @@ impl Body for Segments {
         SizeHint::with_exact(self.len())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt;
+    use http_body_util::{BodyExt, Collected};
+
+    use super::*;
+
+    #[test]
+    fn parts_are_inserted_one_before_the_other_and_nothing_is_lost() {
+        let text = |segments: Segments| {
+            let length = segments.len();
+            let bytes = segments.collect().now_or_never().unwrap();
+            let bytes = bytes.map(Collected::to_bytes).unwrap();
+            assert_eq!(bytes.len() as u64, length);
+            String::from_utf8(bytes.to_vec()).unwrap()
+        };
+        let parts = ["{ab", "cd", "e}"].map(|part| Bytes::from_static(part.as_bytes()));
+        let body = Segments::new(parts);
+        let once = body.with_inserted(1, Bytes::from_static(b"1,"));
+        assert_eq!(text(once.clone()), "{1,abcde}");
+        let twice = once.with_inserted(1, Bytes::from_static(b"2,"));
+        assert_eq!(text(twice), "{2,1,abcde}");
+    }
+}

@@ -46,12 +46,9 @@ const ONE_TOKEN: &str = r#""stream":false,"max_tokens":1,"#;
 const ONE_TOKEN_OF_CHAT: &str = r#""max_completion_tokens":1,"#;
 const KEEP_FOR_ANOTHER: &str = r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}}"#;
 
-/// A request whose prompt is computed, as far as it is to be elsewhere.
-pub(super) struct Staged {
-    pub(super) attempt: Attempt,
-    /// Member of the body for the engine that answers, which says where the prompt's blocks are.
-    pub(super) transfer: Option<Bytes>,
-}
+/// A request whose prompt is computed, as far as it is to be elsewhere, and the member of the body
+/// for the engine that answers which says where the prompt's blocks are.
+type Staged = (Attempt, Option<Bytes>);
 
 /// What came of a prompt.
 enum Prefilled {
@@ -99,16 +96,16 @@ pub(super) async fn disaggregate(
     mut attempt: Attempt,
 ) -> Result<Staged, ProxyError> {
     let (Some(chosen), Some(prefill)) = (&decision.prefill, attempt.take_prefill()) else {
-        return Ok(Staged {
-            attempt,
-            transfer: None,
-        });
+        return Ok((attempt, None));
     };
     let began = Instant::now();
     let pending = PendingAttempt::of(attempt);
     let prefilled = compute(proxy, sending, (chosen, &prefill), &pending).await;
     let (attempt, _) = pending.over();
-    proxy.metrics.prefilled(prefilled.label(), began.elapsed());
+    proxy
+        .metrics
+        .stages
+        .prefilled(prefilled.label(), began.elapsed());
     if let Some(record) = &decision.record {
         record.prefilled(prefilled.label());
     }
@@ -200,7 +197,7 @@ fn settle(
             None
         }
     };
-    Ok(Staged { attempt, transfer })
+    Ok((attempt, transfer))
 }
 
 /// The body for a prefill engine: the client's, for one token.

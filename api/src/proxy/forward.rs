@@ -64,28 +64,7 @@ pub(super) async fn forward(
         return Err(ProxyError::BreaksBackends);
     }
     ledger.spends(proxy.budget.begin(&asked.parsed.model));
-    let path = asked.head.uri.path();
-    let (body, wanted) = splice(
-        proxy.settings.usage_splice,
-        path,
-        &asked.parsed,
-        &asked.body,
-    );
-    let uri = asked
-        .head
-        .uri
-        .path_and_query()
-        .cloned()
-        .map_or_else(Uri::default, Uri::from);
-    let mut sending = OutgoingRequest {
-        asked,
-        uri,
-        salted: salted(&asked.parsed, asked.identity.isolation, &body),
-        body,
-        transfer: None,
-        first_byte_by: Instant::now(),
-        watched: proxy.suspects.watch(asked),
-    };
+    let (mut sending, wanted) = outgoing(proxy, asked);
     let mut excluded: Vec<Slot> = Vec::new();
     let mut tried = 0;
     let mut last = None;
@@ -104,19 +83,17 @@ pub(super) async fn forward(
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         sending.watched.sent();
         let is_last = tried + 1 >= proxy.settings.attempts_max;
-        let staged = disaggregate(proxy, &sending, &decision, taken).await?;
-        sending.transfer = staged.transfer;
+        (taken, sending.transfer) = disaggregate(proxy, &sending, &decision, taken).await?;
         if let (None, Some(prefill)) = (&sending.transfer, &decision.prefill) {
             excluded.push(prefill.backend.slot);
         }
-        taken = staged.attempt;
         taken.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
         sending.watched.sent();
         let sent_at = Instant::now();
         match attempt(proxy, &sending, &decision, taken, is_last).await {
             AttemptResult::Answered(response, attempt) => {
                 if sending.transfer.is_some() {
-                    proxy.metrics.decoded(sent_at.elapsed());
+                    proxy.metrics.stages.decoded(sent_at.elapsed());
                 }
                 let relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
                 return Ok(ForwardResult::Relayed(relayed));
@@ -131,13 +108,48 @@ pub(super) async fn forward(
         }
         proxy.metrics.retries.inc();
         tried += 1;
-        excluded.push(match (&last, &decision.prefill) {
-            // The transfer may be at fault: the same backend may compute the prompt itself.
-            (Some(NotRun::Refused(_)), Some(prefill)) if sending.transfer.is_some() => {
-                prefill.backend.slot
-            }
-            (_, _) => decision.backend.slot,
-        });
+        excluded.push(at_fault(&decision, &sending, last.as_ref()));
+    }
+}
+
+/// The request as engines get it, and what of their usage reports its client asked for.
+fn outgoing<'a>(
+    proxy: &Arc<Proxy>,
+    asked: &'a ProxiedRequest,
+) -> (OutgoingRequest<'a>, WantedUsage) {
+    let path = asked.head.uri.path();
+    let (body, wanted) = splice(
+        proxy.settings.usage_splice,
+        path,
+        &asked.parsed,
+        &asked.body,
+    );
+    let uri = asked
+        .head
+        .uri
+        .path_and_query()
+        .cloned()
+        .map_or_else(Uri::default, Uri::from);
+    let sending = OutgoingRequest {
+        asked,
+        uri,
+        salted: salted(&asked.parsed, asked.identity.isolation, &body),
+        body,
+        transfer: None,
+        first_byte_by: Instant::now(),
+        watched: proxy.suspects.watch(asked),
+    };
+    (sending, wanted)
+}
+
+/// The backend that a request which was not run is kept from.
+fn at_fault(decision: &Decision, sending: &OutgoingRequest<'_>, how: Option<&NotRun>) -> Slot {
+    match (how, &decision.prefill) {
+        // The transfer may be at fault: the same backend may compute the prompt itself.
+        (Some(NotRun::Refused(_)), Some(prefill)) if sending.transfer.is_some() => {
+            prefill.backend.slot
+        }
+        (_, _) => decision.backend.slot,
     }
 }
 

@@ -87,9 +87,15 @@ impl Default for ModelMetrics {
     }
 }
 
+impl Default for StageMetrics {
+    fn default() -> Self {
+        Self::new(Seconds::histogram)
+    }
+}
+
 /// A histogram of seconds.
 #[derive(Debug, Clone)]
-pub struct Seconds(pub(super) Histogram);
+pub struct Seconds(Histogram);
 
 impl Default for Seconds {
     fn default() -> Self {
@@ -103,7 +109,7 @@ impl Seconds {
         Histogram::new(BUCKETS_S)
     }
 
-    pub(super) fn observe(&self, time: Duration) {
+    fn observe(&self, time: Duration) {
         self.0.observe(time.as_secs_f64());
     }
 }

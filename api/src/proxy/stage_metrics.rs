@@ -5,9 +5,8 @@ use std::time::Duration;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
-
-use super::metrics::{ProxyMetrics, Seconds};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PrefillEnd {
@@ -15,14 +14,23 @@ struct PrefillEnd {
 }
 
 /// Metrics of requests on two backends. Clones share their values.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub(super) struct StageMetrics {
     prefills: Family<PrefillEnd, Counter>,
-    prefill: Seconds,
-    decode: Seconds,
+    prefill: Histogram,
+    decode: Histogram,
 }
 
 impl StageMetrics {
+    /// Nothing so far, in histograms as `histogram` makes them.
+    pub(super) fn new(histogram: fn() -> Histogram) -> Self {
+        Self {
+            prefills: Family::default(),
+            prefill: histogram(),
+            decode: histogram(),
+        }
+    }
+
     pub(super) fn register(&self, registry: &mut Registry) {
         registry.register(
             "prefills",
@@ -32,26 +40,24 @@ impl StageMetrics {
         registry.register(
             "prefill_stage_seconds",
             "Time from a prompt's dispatch to its prefill backend until that has answered",
-            self.prefill.0.clone(),
+            self.prefill.clone(),
         );
         registry.register(
             "decode_stage_seconds",
             "Time from a request's dispatch to the backend that fetches its prompt's blocks until the answer begins",
-            self.decode.0.clone(),
+            self.decode.clone(),
         );
     }
-}
 
-impl ProxyMetrics {
     /// The prefill stage of a request is over.
     pub(super) fn prefilled(&self, outcome: &'static str, took: Duration) {
-        let stages = &self.stages;
-        stages.prefills.get_or_create(&PrefillEnd { outcome }).inc();
-        stages.prefill.observe(took);
+        let ends = &self.prefills;
+        ends.get_or_create(&PrefillEnd { outcome }).inc();
+        self.prefill.observe(took.as_secs_f64());
     }
 
     /// The answer to a request whose prompt another backend computed has begun.
     pub(super) fn decoded(&self, took: Duration) {
-        self.stages.decode.observe(took);
+        self.decode.observe(took.as_secs_f64());
     }
 }

@@ -25,7 +25,7 @@ use state::service::ServiceSample;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
-use self::stages::PrefillStage;
+use self::stages::{PrefillStage, Stages};
 use super::dispatch::Dispatcher;
 use super::hidden::HiddenOutput;
 use super::lengths::ExpectedOutput;
@@ -145,27 +145,12 @@ impl Dispatcher {
         let hash_seed = registry.hash_seed;
         let pricing = pricing_of(&registry);
         let model = model_key(hash_seed, ask.model);
-        let here = PromptSize::of(identity, decision.matched, &registry);
-        let stages = decision.prefill.as_ref().zip(prefill);
-        let computing = stages
-            .as_ref()
-            .map_or(decision.matched, |(it, _)| it.matched);
-        let prompt = PromptSize::of(identity, computing, &registry);
+        let Stages {
+            prompt,
+            prefill,
+            computed_here,
+        } = self.begin_stages((&decision, prefill), ask, (&registry, now));
         let uncached_tokens = prompt.tokens - prompt.predicted;
-        let (prefill, computed_here) = match stages {
-            None => (None, uncached_tokens),
-            Some(stages) => {
-                let at = (&*registry, now);
-                let attempt = self.begin_prefill(stages, decision.touch, ask, at);
-                let stage = PrefillStage {
-                    attempt: Some(attempt),
-                    fetched: here,
-                    cached_tokens: None,
-                    ended: None,
-                };
-                (Some(stage), 0)
-            }
-        };
         let expected = is_predicted(registry.admission.as_ref()).then(|| {
             let user = ask.user.key(hash_seed);
             ExpectedOutput::of(&self.view, user, model, terms.tokens_max)

@@ -8,8 +8,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use state::ids::{BackendRef, BlockHash};
-use state::policy::{self, MatchBy, Needs, PolicyConfig, PolicyRequest};
+use state::ids::{BackendRef, BlockHash, LogIndex};
+use state::policy::{self, Choice, MatchBy, Needs, PolicyConfig, PolicyRequest};
 use state::{Registry, StateView};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
@@ -18,12 +18,15 @@ use super::fleet::{DecisionScratch, Fleet, RoutingTable, SCRATCH, matchable, pol
 use super::load_reader::LoadReader;
 use super::metrics::RoutingMetrics;
 use super::outbox::Overlay;
-use super::pairs::{PairRules, WholeDecision};
+use super::pairing::{PairRules, SettledDecision, WholeDecision};
 use super::panic::Panics;
 use super::record::{DecisionBasis, DecisionRecord};
 use super::select::SelectSettings;
 use super::verdict::FilterVerdict;
-use super::{Decision, OutboxStatus, RoutingRejection, RoutingRequest, session};
+use super::{
+    Decision, OutboxStatus, PolicySource, PrefillDecision, RoutingRejection, RoutingRequest,
+    session,
+};
 use crate::backends::{Backends, BreakerState, Doubt};
 
 /// Chooses backends. One per replica.
@@ -46,6 +49,28 @@ pub struct Decider {
     pub(super) panics: Panics,
 }
 
+/// A request with the policy that decides about it.
+struct AskedDecision<'a> {
+    fleet: &'a RoutingTable,
+    ask: &'a RoutingRequest<'a>,
+    index: LogIndex,
+    config: &'a Arc<PolicyConfig>,
+    policy_source: PolicySource,
+    now: Instant,
+}
+
+/// A choice before its circuit is asked.
+struct Chosen {
+    choice: Choice,
+    /// Place in the registry.
+    at: usize,
+    are_circuits_kept: bool,
+    doubt: Doubt,
+    /// The backend that computes the prompt; `None`: the same.
+    prefill: Option<PrefillDecision>,
+    record: Option<Arc<DecisionRecord>>,
+}
+
 impl Decider {
     /// Chooses a backend as of `now`. Local memory only; waits for nothing.
     ///
@@ -65,60 +90,25 @@ impl Decider {
         } else {
             0
         };
-        let request = self.request(&fleet, ask, &needs, turn);
-        let fetched = request.fetched();
-        let decided = SCRATCH.with_borrow_mut(|scratch| {
-            let mut verdicts = self.verdicts(&fleet, scratch);
-            let admitted = self.admit(&fleet, ask, now, scratch, |at, verdict| {
-                if let Some(kept) = verdicts.get_mut(at) {
-                    *kept = verdict;
-                }
-            });
-            scratch.verdicts = verdicts;
-            self.metrics.filtered(&scratch.tally);
-            let (registry, is_panic) = (&fleet.registry, scratch.is_panic);
-            self.panics.note(registry, ask.model, is_panic);
-            admitted?;
-            self.match_blocks(&fleet, ask, needs.match_by, scratch);
-            self.supplement(&fleet, &needs, scratch);
-            let choice = policy::choose(config, &request, &scratch.candidates);
-            let choice = choice.ok_or(RoutingRejection::NoneHealthy)?;
-            let mut basis = DecisionBasis {
-                index,
-                policy: config,
-                policy_source,
-                request: &request,
-                choice,
-            };
-            let asked = basis;
-            let whole = WholeDecision {
-                fleet: &fleet,
-                ask,
-                basis: &asked,
-                now,
-            };
-            let mut verdicts = std::mem::take(&mut scratch.verdicts);
-            let paired = self.pair(&whole, scratch, |at| {
-                if let Some(kept) = verdicts.get_mut(at) {
-                    *kept = FilterVerdict::OtherRole;
-                }
-            });
-            scratch.verdicts = verdicts;
-            let prefill = paired.map(|pair| {
-                (basis.choice, basis.request) = (pair.decode, &fetched);
-                pair.prefill
-            });
-            let entered = prefill.as_ref().ok();
-            let entered = entered.and_then(|prefill| self.enter_prefill(&whole, prefill));
-            let kept = || Arc::new(DecisionRecord::of(&fleet, &basis, prefill, scratch));
-            let record = self.is_recording.then(kept);
-            let place = scratch.place(basis.choice);
-            let circuits = (scratch.are_circuits_kept, scratch.doubt);
-            Ok((basis.choice, place, circuits, (record, entered)))
-        });
+        let asked = AskedDecision {
+            fleet: &fleet,
+            ask,
+            index,
+            config,
+            policy_source,
+            now,
+        };
+        let chosen = SCRATCH.with_borrow_mut(|scratch| self.choose(&asked, turn, scratch));
         self.metrics
-            .decided(config.name(), decided.as_ref().err().copied());
-        let (choice, at, (are_circuits_kept, doubt), (record, prefill)) = decided?;
+            .decided(config.name(), chosen.as_ref().err().copied());
+        let Chosen {
+            choice,
+            at,
+            are_circuits_kept,
+            doubt,
+            prefill,
+            record,
+        } = chosen?;
         let backend = fleet.registry.backends[at].handle;
         let user = || user_of(&fleet, ask);
         let entered = match doubt {
@@ -144,6 +134,71 @@ impl Decider {
             prefill,
             index,
             record,
+        })
+    }
+
+    /// Filters, matches, weighs and chooses.
+    fn choose(
+        &self,
+        asked: &AskedDecision<'_>,
+        turn: u64,
+        scratch: &mut DecisionScratch,
+    ) -> Result<Chosen, RoutingRejection> {
+        let AskedDecision {
+            fleet,
+            ask,
+            config,
+            now,
+            ..
+        } = *asked;
+        let needs = config.needs();
+        let mut verdicts = self.verdicts(fleet, scratch);
+        let admitted = self.admit(fleet, ask, now, scratch, |at, verdict| {
+            if let Some(kept) = verdicts.get_mut(at) {
+                *kept = verdict;
+            }
+        });
+        self.metrics.filtered(&scratch.tally);
+        let (registry, is_panic) = (&fleet.registry, scratch.is_panic);
+        self.panics.note(registry, ask.model, is_panic);
+        if let Err(refusal) = admitted {
+            scratch.verdicts = verdicts;
+            return Err(refusal);
+        }
+        self.match_blocks(fleet, ask, needs.match_by, scratch);
+        self.supplement(fleet, &needs, scratch);
+        let request = self.request(fleet, ask, &needs, turn);
+        let choice = policy::choose(config, &request, &scratch.candidates);
+        let basis = DecisionBasis {
+            index: asked.index,
+            policy: config,
+            policy_source: asked.policy_source,
+            request,
+            choice: choice.ok_or(RoutingRejection::NoneHealthy)?,
+        };
+        let whole = WholeDecision {
+            fleet,
+            ask,
+            basis,
+            now,
+        };
+        let settled = self.settle(&whole, scratch, |at| {
+            if let Some(kept) = verdicts.get_mut(at) {
+                *kept = FilterVerdict::OtherRole;
+            }
+        });
+        scratch.verdicts = verdicts;
+        let SettledDecision { basis, prefill } = settled;
+        let computing = prefill.as_ref().ok();
+        let entered = computing.and_then(|computing| self.enter_prefill(&whole, computing));
+        let kept = || Arc::new(DecisionRecord::of(fleet, &basis, prefill, scratch));
+        Ok(Chosen {
+            choice: basis.choice,
+            at: scratch.place(basis.choice),
+            are_circuits_kept: scratch.are_circuits_kept,
+            doubt: scratch.doubt,
+            record: self.is_recording.then(kept),
+            prefill: entered,
         })
     }
 

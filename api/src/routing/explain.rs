@@ -6,14 +6,14 @@ use serde::Serialize;
 use state::Backend;
 use state::command::EngineFacts;
 use state::ids::{BackendRef, LogIndex};
-use state::policy::{self, PolicyConfig, Prices, Reason, WholeReason};
+use state::policy::{self, Candidate, PolicyConfig, Prices, Reason, Score, WholeReason};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
 
 use super::decide::Decider;
 use super::fleet::{DecisionScratch, PolicySource, matchable, policy_of};
-use super::pairs::{PrefillView, WholeDecision};
-use super::record::{DecisionBasis, ExplainedRequest};
+use super::pairing::WholeDecision;
+use super::record::{DecisionBasis, ExplainedRequest, PrefillView};
 use super::verdict::FilterVerdict;
 use super::{Load, OutboxStatus, RoutingRejection, RoutingRequest};
 use crate::backends::CircuitView;
@@ -114,6 +114,20 @@ pub struct ExplainedBackend {
     pub would_be: Option<Reason>,
 }
 
+impl ExplainedBackend {
+    /// It is among those that the policy chooses from.
+    fn competes(&mut self, candidate: &Candidate, score: &Score) {
+        self.matched = candidate.matched;
+        self.free_blocks = (candidate.free_blocks != u32::MAX).then_some(candidate.free_blocks);
+        self.is_model_listed = Some(candidate.is_model_listed);
+        self.prices = candidate.prices;
+        self.tier = Some(score.tier);
+        self.score = Some(score.score);
+        self.then = Some(score.then);
+        self.would_be = Some(score.reason);
+    }
+}
+
 impl Decider {
     /// What [`Decider::decide`] would answer at `now`, and why, with the outbox as it is. Changes
     /// nothing and counts nothing.
@@ -144,44 +158,34 @@ impl Decider {
         self.match_overlay(&fleet, matchable(ask), &mut scratch);
         self.supplement(&fleet, &needs, &mut scratch);
         let mut request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));
-        let mut choice = policy::choose(config, &request, &scratch.candidates);
-        let prefill = choice.map(|whole| {
+        let choice = policy::choose(config, &request, &scratch.candidates);
+        let settled = choice.map(|choice| {
             let basis = DecisionBasis {
                 index,
                 policy: config,
                 policy_source,
-                request: &request,
-                choice: whole,
+                request,
+                choice,
             };
             let whole = WholeDecision {
                 fleet: &fleet,
                 ask,
-                basis: &basis,
+                basis,
                 now,
             };
             let out = |at: usize| backends[at].verdict = FilterVerdict::OtherRole;
-            let pair = self.pair(&whole, &mut scratch, out)?;
-            choice = Some(pair.decode);
-            Ok(pair.prefill)
+            self.settle(&whole, &mut scratch, out)
         });
-        if let Some(Ok(_)) = &prefill {
-            request = request.fetched();
-        }
+        let choice = settled.as_ref().map(|settled| {
+            request = settled.basis.request;
+            settled.basis.choice
+        });
         let scores = policy::scores(config, &request, &scratch.candidates);
-        for ((candidate, score), &at) in scratch.candidates.iter().zip(scores).zip(&scratch.places)
-        {
-            let explained = &mut backends[at];
-            explained.matched = candidate.matched;
-            explained.free_blocks =
-                (candidate.free_blocks != u32::MAX).then_some(candidate.free_blocks);
-            explained.is_model_listed = Some(candidate.is_model_listed);
-            explained.prices = candidate.prices;
-            explained.tier = Some(score.tier);
-            explained.score = Some(score.score);
-            explained.then = Some(score.then);
-            explained.would_be = Some(score.reason);
-        }
+        let competing = scratch.candidates.iter().zip(&scores).zip(&scratch.places);
+        competing.for_each(|((candidate, score), at)| backends[*at].competes(candidate, score));
         let names = |backend| self.fleet.name_of(backend);
+        let stages = settled.as_ref().map(|settled| settled.view(names));
+        let (prefill, whole) = stages.unwrap_or_default();
         let shown = ask.identity.chain.iter().take(SHOWN_BLOCKS_MAX);
         Explanation {
             index,
@@ -201,10 +205,8 @@ impl Decider {
             choice: choice.map(|choice| fleet.name(scratch.place(choice)).to_string()),
             matched: choice.map(|choice| choice.matched),
             reason: choice.map(|choice| choice.reason),
-            whole: prefill
-                .as_ref()
-                .and_then(|it| it.as_ref().err().copied().flatten()),
-            prefill: prefill.and_then(Result::ok).map(|it| it.view(names)),
+            whole,
+            prefill,
             refusal: admitted.err(),
         }
     }

@@ -28,6 +28,7 @@ mod load;
 mod load_reader;
 mod metrics;
 mod outbox;
+mod pairing;
 mod pairs;
 mod panic;
 mod predictions;
@@ -63,7 +64,7 @@ use self::fleet::Fleet;
 use self::lengths::OutputLengths;
 use self::load_reader::LoadReader;
 use self::outbox::driver::OutboxDriver;
-use self::pairs::PairRules;
+use self::pairing::PairRules;
 use self::panic::Panics;
 use self::priced::PricedTotal;
 use self::samples::ServiceSamples;
@@ -88,12 +89,12 @@ pub use metrics::RoutingMetrics;
 pub use outbox::{
     AfterProposal, ChargeCommit, Outbox, OutboxSettings, OutboxStatus, Overlay, SharedOutbox,
 };
-pub use pairs::PrefillView;
 pub use preferences::{POLICY, PreferenceRejection, RoutingPreferences};
 pub use prefill::{PrefillAttempt, PrefillDecision};
 pub use priced::LargestRequest;
 pub use record::{
-    AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, SEEN_MAX, SeenBackendView,
+    AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, PrefillView, SEEN_MAX,
+    SeenBackendView,
 };
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
 pub use shares::{

@@ -7,88 +7,23 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use serde::Serialize;
 use state::command::BackendRole;
-use state::ids::BackendRef;
 use state::policy::{
-    self, Choice, Disaggregate, PairSettings, PolicyConfig, PolicyRequest, Reason, WholeReason,
+    self, Candidate, Choice, Disaggregate, PairSettings, PolicyConfig, PolicyRequest, WholeReason,
 };
-use tokio::time::Instant;
 
+use super::PrefillDecision;
 use super::decide::Decider;
 use super::fleet::{DecisionScratch, RoutingTable, matchable};
-use super::record::{DecisionBasis, SeenBackendView, SeenCandidates};
-use super::{PrefillDecision, RoutingRequest};
+use super::pairing::{SettledDecision, WholeDecision};
+use super::record::{DecisionBasis, PrefillRecord, SeenCandidates};
 use crate::backends::BreakerState;
-use crate::prompt::ModelSettings;
 use crate::routing::fleet::user_of;
 
-/// When prompts go through a prefill backend, by model; the first match counts.
-pub(super) struct PairRules(Vec<(String, PairSettings)>);
-
-impl PairRules {
-    pub(super) fn of(models: &[ModelSettings]) -> Self {
-        let rule = |model: &ModelSettings| (model.name.clone(), model.pairs);
-        Self(models.iter().map(rule).collect())
-    }
-
-    fn settings(&self, model: &str) -> PairSettings {
-        let mut rules = self.0.iter();
-        let found = rules.find(|(name, _)| name == model || name == "*");
-        found.map_or_else(PairSettings::default, |(_, settings)| *settings)
-    }
-}
-
-/// A request with its whole choice, for which two backends may be better.
-pub(super) struct WholeDecision<'a> {
-    pub(super) fleet: &'a RoutingTable,
-    pub(super) ask: &'a RoutingRequest<'a>,
-    pub(super) basis: &'a DecisionBasis<'a>,
-    pub(super) now: Instant,
-}
-
 /// Two backends for a request.
-pub(super) struct PairDecision {
-    pub(super) decode: Choice,
-    pub(super) prefill: PrefillRecord,
-}
-
-/// The prefill side of a decision as it was made.
-#[derive(Debug)]
-pub(super) struct PrefillRecord {
-    pub(super) backend: BackendRef,
-    pub(super) name: Arc<str>,
-    pub(super) choice: Choice,
-    seen: SeenCandidates,
-}
-
-/// The prefill side of a decision with the numbers that it went by.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct PrefillView {
-    /// Id of the backend that computes the prompt.
-    pub choice: String,
-    /// Blocks it was believed to hold.
-    pub matched: u32,
-    /// Why it was chosen.
-    pub reason: Reason,
-    /// The candidates; at most 64, the best.
-    pub backends: Vec<SeenBackendView>,
-}
-
-impl PrefillRecord {
-    /// Shows it, its backends by the names that `names` has.
-    pub(super) fn view(&self, names: impl Fn(BackendRef) -> Option<Arc<str>>) -> PrefillView {
-        PrefillView {
-            choice: self.name.to_string(),
-            matched: self.choice.matched,
-            reason: self.choice.reason,
-            backends: self.seen.view(names),
-        }
-    }
-
-    pub(super) fn bytes(&self) -> usize {
-        size_of::<Self>() + self.seen.bytes()
-    }
+struct PairDecision {
+    decode: Choice,
+    prefill: PrefillRecord,
 }
 
 thread_local! {
@@ -97,12 +32,25 @@ thread_local! {
 }
 
 impl Decider {
-    /// Whether two backends are better for a request than one, and which. If so, `scratch` is left
-    /// with those that decode, and `out` hears of the others.
-    ///
+    /// Whether a request goes to two backends, and which. If so, `scratch` is left with those that
+    /// decode, and `out` hears of the others.
+    pub(super) fn settle<'a>(
+        &self,
+        whole: &WholeDecision<'a>,
+        scratch: &mut DecisionScratch,
+        out: impl FnMut(usize),
+    ) -> SettledDecision<'a> {
+        let mut basis = whole.basis;
+        let prefill = self.pair(whole, scratch, out).map(|pair| {
+            (basis.choice, basis.request) = (pair.decode, basis.request.fetched());
+            pair.prefill
+        });
+        SettledDecision { basis, prefill }
+    }
+
     /// # Errors
-    /// Why not; `None`: no backend computes prompts for others.
-    pub(super) fn pair(
+    /// Why it is one; `None`: no backend computes prompts for others.
+    fn pair(
         &self,
         whole: &WholeDecision<'_>,
         scratch: &mut DecisionScratch,
@@ -118,22 +66,22 @@ impl Decider {
         if !ask.is_separable && settings.disaggregate != Disaggregate::Off {
             return Err(Some(WholeReason::NotSeparable));
         }
-        policy::is_worth_two(&settings, basis.request, basis.choice)?;
+        policy::is_worth_two(&settings, &basis.request, basis.choice)?;
         let decodes = |at: &usize| fleet.role(*at) == BackendRole::Decode;
         if !scratch.places.iter().any(decodes) {
             return Err(Some(WholeReason::NoDecode));
         }
         let paired = PREFILL_SCRATCH
-            .with_borrow_mut(|prefill| self.pair_among(whole, prefill, scratch, out));
-        Ok(paired?)
+            .with_borrow_mut(|prefill| self.pair_among((whole, &settings), prefill, scratch))?;
+        keep_decoding(fleet, scratch, out);
+        Ok(paired)
     }
 
     fn pair_among(
         &self,
-        whole: &WholeDecision<'_>,
+        (whole, settings): (&WholeDecision<'_>, &PairSettings),
         prefill: &mut DecisionScratch,
-        scratch: &mut DecisionScratch,
-        out: impl FnMut(usize),
+        scratch: &DecisionScratch,
     ) -> Result<PairDecision, WholeReason> {
         let WholeDecision {
             fleet,
@@ -142,20 +90,25 @@ impl Decider {
             now,
         } = *whole;
         let config: &PolicyConfig = basis.policy;
-        let request: &PolicyRequest = basis.request;
+        let request: &PolicyRequest = &basis.request;
         let needs = config.needs();
         let admitted = self.admit_prefill(fleet, ask, now, prefill);
         admitted.map_err(|_| WholeReason::NoPrefill)?;
         self.match_applied(matchable(ask), needs.match_by, prefill);
         self.match_overlay(fleet, matchable(ask), prefill);
         self.supplement(fleet, &needs, prefill);
-        keep_decoding(fleet, scratch, out);
-        let (computing, decoding) = (&prefill.candidates, &scratch.candidates);
-        let pair = policy::choose_pair(config, request, computing, decoding)?;
+        let found = scratch.candidates.iter().zip(&scratch.places);
+        let decodes = found.filter(|(_, at)| fleet.role(**at) == BackendRole::Decode);
+        let decoding: Vec<Candidate> = decodes.map(|(candidate, _)| *candidate).collect();
+        let mut alone = scratch.candidates.iter();
+        let alone = alone.find(|it| it.slot == basis.choice.slot);
+        let alone = alone.expect("a policy chooses among the candidates");
+        let (terms, computing) = ((settings, alone), &prefill.candidates);
+        let pair = policy::choose_pair(config, request, terms, computing, &decoding)?;
         let at = prefill.place(pair.prefill);
         let basis = DecisionBasis {
             choice: pair.prefill,
-            ..*basis
+            ..basis
         };
         Ok(PairDecision {
             decode: pair.decode,

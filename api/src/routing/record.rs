@@ -21,7 +21,6 @@ use state::policy::{
 };
 
 use super::fleet::{DecisionScratch, PolicySource, RoutingTable};
-use super::pairs::{PrefillRecord, PrefillView};
 use super::verdict::{FilterCounts, FilterVerdict};
 use super::{AttemptEnd, Usage, session};
 
@@ -65,6 +64,28 @@ pub struct DecisionRecord {
 pub(super) struct SeenCandidates {
     seen: Box<[SeenBackend]>,
     scores: Box<[Score]>,
+}
+
+/// The prefill side of a decision as it was made.
+#[derive(Debug)]
+pub(super) struct PrefillRecord {
+    pub(super) backend: BackendRef,
+    pub(super) name: Arc<str>,
+    pub(super) choice: Choice,
+    pub(super) seen: SeenCandidates,
+}
+
+/// The prefill side of a decision with the numbers that it went by.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct PrefillView {
+    /// Id of the backend that computes the prompt.
+    pub choice: String,
+    /// Blocks it was believed to hold.
+    pub matched: u32,
+    /// Why it was chosen.
+    pub reason: Reason,
+    /// The candidates; at most 64, the best.
+    pub backends: Vec<SeenBackendView>,
 }
 
 /// A backend as a decision saw it.
@@ -204,7 +225,7 @@ pub(super) struct DecisionBasis<'a> {
     pub(super) index: LogIndex,
     pub(super) policy: &'a Arc<PolicyConfig>,
     pub(super) policy_source: PolicySource,
-    pub(super) request: &'a PolicyRequest,
+    pub(super) request: PolicyRequest,
     pub(super) choice: Choice,
 }
 
@@ -230,7 +251,7 @@ impl DecisionRecord {
             name: Arc::clone(fleet.name(scratch.place(basis.choice))),
             policy: Arc::clone(basis.policy),
             policy_source: basis.policy_source,
-            request: *basis.request,
+            request: basis.request,
             choice: basis.choice,
             is_panic: scratch.is_panic,
             filtered: scratch.tally,
@@ -382,6 +403,22 @@ impl DecisionRecord {
     }
 }
 
+impl PrefillRecord {
+    /// Shows it, its backends by the names that `names` has.
+    pub(super) fn view(&self, names: impl Fn(BackendRef) -> Option<Arc<str>>) -> PrefillView {
+        PrefillView {
+            choice: self.name.to_string(),
+            matched: self.choice.matched,
+            reason: self.choice.reason,
+            backends: self.seen.view(names),
+        }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        size_of::<Self>() + self.seen.bytes()
+    }
+}
+
 impl SeenCandidates {
     /// Keeps the best candidates of `scratch`, the chosen one among them.
     pub(super) fn of(
@@ -463,7 +500,7 @@ fn best(
     basis: &DecisionBasis<'_>,
     scratch: &DecisionScratch,
 ) -> (Box<[SeenBackend]>, Box<[Score]>) {
-    let scores = policy::scores(basis.policy, basis.request, &scratch.candidates);
+    let scores = policy::scores(basis.policy, &basis.request, &scratch.candidates);
     let mut order: Vec<usize> = (0..scores.len()).collect();
     let key = |at: &usize| {
         let score = &scores[*at];

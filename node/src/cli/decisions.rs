@@ -238,16 +238,7 @@ fn attempt(number: usize, decision: &Value) -> [String; 5] {
         ];
         table.add_row(cells.map(cell));
     }
-    let prefill = match &decision["prefill"] {
-        Value::Null => String::new(),
-        prefill => format!(
-            "; its prompt by {}, by {}, {} blocks held, {}",
-            cell(&prefill["choice"]),
-            cell(&prefill["reason"]),
-            cell(&prefill["matched"]),
-            cell(&decision["prefill_outcome"]),
-        ),
-    };
+    let prefill = prefill(decision);
     [
         format!(
             "\nattempt  {number}: {}, by {}, {} blocks held; waited {} ms{prefill}",
@@ -280,6 +271,20 @@ fn attempt(number: usize, decision: &Value) -> [String; 5] {
         ),
         table.to_string(),
     ]
+}
+
+/// Who computed the prompt, if it was another backend.
+fn prefill(decision: &Value) -> String {
+    match &decision["prefill"] {
+        Value::Null => String::new(),
+        prefill => format!(
+            "; its prompt by {}, by {}, {} blocks held, {}",
+            cell(&prefill["choice"]),
+            cell(&prefill["reason"]),
+            cell(&prefill["matched"]),
+            cell(&decision["prefill_outcome"]),
+        ),
+    }
 }
 
 fn ended(end: &Value) -> String {

@@ -45,7 +45,7 @@ pub use cost::CostSettings;
 pub use epp::EppSettings;
 pub use least_kv::LeastKvSettings;
 pub use lmetric::LmetricSettings;
-pub use pair::{Disaggregate, Pair, PairSettings, WholeReason, choose_pair, is_worth_two};
+pub use pair::{BackendPair, Disaggregate, PairSettings, WholeReason, choose_pair, is_worth_two};
 pub use preble_e2::PrebleE2Settings;
 pub use prefix_cache::PrefixCacheSettings;
 pub use rank::{MatchBy, Needs, SessionNames, Touch};

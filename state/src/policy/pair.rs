@@ -15,6 +15,9 @@ use super::{Candidate, Choice, PolicyConfig, PolicyRequest, choose};
 /// Transferred tokens that cost as much as one computed token: KV caches of 100 KB a token go at
 /// some 200,000 tokens a second over 200 Gbit/s, and are computed at 10,000.
 const TRANSFERRED_PER_COMPUTED: u32 = 16;
+/// How many times as long as at the best single backend a prompt may take at a prefill backend: so
+/// much it is worth that answers are not held up. Beyond it those that answer compute too.
+const PATIENCE: u64 = 2;
 
 /// When prompts go through a prefill backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
@@ -65,13 +68,15 @@ pub enum WholeReason {
     Short,
     /// No prefill backend can take it.
     NoPrefill,
+    /// The prefill backends have so much to compute that it is done sooner where it is answered.
+    PrefillBusy,
     /// No decode backend can take it.
     NoDecode,
 }
 
 /// Two backends for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pair {
+pub struct BackendPair {
     /// Computes the prompt.
     pub prefill: Choice,
     /// Answers.
@@ -100,22 +105,41 @@ pub fn is_worth_two(
     }
 }
 
-/// Chooses a backend on either side. The order of candidates does not matter.
+/// Chooses a backend on either side for a request that would otherwise go to `whole`. The order of
+/// candidates does not matter.
 ///
 /// # Errors
-/// Which side has none.
+/// Why one backend is better.
 pub fn choose_pair(
     policy: &PolicyConfig,
     request: &PolicyRequest,
+    (settings, whole): (&PairSettings, &Candidate),
     prefill: &[Candidate],
     decode: &[Candidate],
-) -> Result<Pair, WholeReason> {
-    let prefill = choose(policy, request, prefill).ok_or(WholeReason::NoPrefill)?;
+) -> Result<BackendPair, WholeReason> {
+    let choice = choose(policy, request, prefill).ok_or(WholeReason::NoPrefill)?;
+    let mut chosen = prefill.iter().filter(|it| it.slot == choice.slot);
+    let is_patient = settings.disaggregate == Disaggregate::Always;
+    if !is_patient && chosen.any(|chosen| request.takes_too_long(chosen, whole)) {
+        return Err(WholeReason::PrefillBusy);
+    }
     let decode = choose(policy, &request.fetched(), decode).ok_or(WholeReason::NoDecode)?;
-    Ok(Pair { prefill, decode })
+    Ok(BackendPair {
+        prefill: choice,
+        decode,
+    })
 }
 
 impl PolicyRequest {
+    /// Whether `prefill` would have computed the prompt much later than `whole`.
+    fn takes_too_long(&self, prefill: &Candidate, whole: &Candidate) -> bool {
+        let ahead = |candidate: &Candidate| {
+            let own = self.uncached_tokens(candidate.matched);
+            candidate.pending_prefill_tokens.saturating_add(own)
+        };
+        ahead(prefill) > ahead(whole).saturating_mul(PATIENCE)
+    }
+
     /// Returns the request as the decode side has it: missing tokens are fetched, not computed.
     #[must_use]
     pub fn fetched(&self) -> Self {

@@ -3,14 +3,17 @@
 //! The usage is one request's. What of the prompt was cached is what the prefill backend says: to
 //! the one that answers the whole prompt looks cached, as it fetched it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use state::Registry;
 use tokio::time::Instant;
 
 use super::{Attempt, OpenAttempt};
+use crate::routing::dispatch::Dispatcher;
 use crate::routing::prefill::PrefillAttempt;
 use crate::routing::prompt_size::PromptSize;
-use crate::routing::{AttemptEnd, Usage};
+use crate::routing::{AttemptEnd, Decision, ReservedPlace, RoutingRequest, Usage};
 
 /// The prefill stage of an attempt.
 pub(super) struct PrefillStage {
@@ -22,6 +25,46 @@ pub(super) struct PrefillStage {
     pub(super) cached_tokens: Option<u64>,
     /// When the prompt was computed; `None`: it is not.
     pub(super) ended: Option<Instant>,
+}
+
+/// What an attempt begins with.
+pub(super) struct Stages {
+    /// The prompt where it is computed.
+    pub(super) prompt: PromptSize,
+    /// The stage at another backend; `None`: it is one backend.
+    pub(super) prefill: Option<PrefillStage>,
+    /// Prompt tokens to be computed at the backend that answers.
+    pub(super) computed_here: u64,
+}
+
+impl Dispatcher {
+    /// Begins the prefill stage, if there is one.
+    pub(super) fn begin_stages(
+        self: &Arc<Self>,
+        (decision, place): (&Decision, Option<ReservedPlace>),
+        ask: &RoutingRequest<'_>,
+        (registry, now): (&Registry, Instant),
+    ) -> Stages {
+        let here = PromptSize::of(ask.identity, decision.matched, registry);
+        let Some((chosen, place)) = decision.prefill.as_ref().zip(place) else {
+            return Stages {
+                computed_here: here.tokens - here.predicted,
+                prompt: here,
+                prefill: None,
+            };
+        };
+        let attempt = self.begin_prefill((chosen, place), decision.touch, ask, (registry, now));
+        Stages {
+            prompt: PromptSize::of(ask.identity, chosen.matched, registry),
+            prefill: Some(PrefillStage {
+                attempt: Some(attempt),
+                fetched: here,
+                cached_tokens: None,
+                ended: None,
+            }),
+            computed_here: 0,
+        }
+    }
 }
 
 impl Attempt {

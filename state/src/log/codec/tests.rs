@@ -1,7 +1,5 @@
 //! Golden bytes of the format, and untrusted input, which must do no harm.
 
-use std::collections::BTreeMap;
-
 use expect_test::expect;
 use proptest::prelude::*;
 
@@ -56,7 +54,7 @@ fn spec() -> BackendSpec {
         id: "gpu-1".to_owned(),
         url: "http://10.0.0.1:8000".to_owned(),
         models: vec!["*".to_owned()],
-        labels: BTreeMap::from([("zone".to_owned(), "a".to_owned())]),
+        labels: [("zone".to_owned(), "a".to_owned())].into(),
         capacity_blocks: Some(30_000),
         kv_events: Some("tcp://10.0.0.1:5557".to_owned()),
         kv_replay: None,

@@ -15,8 +15,26 @@ fn cost() -> PolicyConfig {
     PolicyConfig::Cost(CostSettings::default())
 }
 
+/// With all that is to be computed elsewhere, too.
+const BUSY: Candidate = Candidate {
+    slot: Slot(99),
+    matched: 0,
+    running: 0,
+    waiting: 0,
+    pending_prefill_tokens: 1_000_000,
+    kv_usage_permille: 0,
+    free_blocks: u32::MAX,
+    is_model_listed: false,
+    prices: None,
+};
+
+fn paired(prefill: &[Candidate], decode: &[Candidate]) -> Result<BackendPair, WholeReason> {
+    let terms = (&PairSettings::default(), &BUSY);
+    choose_pair(&cost(), &REQUEST, terms, prefill, decode)
+}
+
 fn chosen(prefill: &[Candidate], decode: &[Candidate]) -> [u16; 2] {
-    let pair = choose_pair(&cost(), &REQUEST, prefill, decode).unwrap();
+    let pair = paired(prefill, decode).unwrap();
     [pair.prefill.slot.0, pair.decode.slot.0]
 }
 
@@ -43,10 +61,32 @@ fn the_uncached_part_of_a_prompt_decides_whether_it_goes_through_a_prefill_backe
 #[test]
 fn a_side_without_candidates_is_named() {
     let some = [backend(0, 0)];
-    let asked = |prefill: &[_], decode: &[_]| choose_pair(&cost(), &REQUEST, prefill, decode);
-    assert_eq!(asked(&[], &some), Err(WholeReason::NoPrefill));
-    assert_eq!(asked(&some, &[]), Err(WholeReason::NoDecode));
-    assert!(asked(&some, &some).is_ok());
+    assert_eq!(paired(&[], &some), Err(WholeReason::NoPrefill));
+    assert_eq!(paired(&some, &[]), Err(WholeReason::NoDecode));
+    assert!(paired(&some, &some).is_ok());
+}
+
+#[test]
+fn backends_that_answer_compute_too_while_those_that_prefill_are_behind() {
+    let pending = |slot, tokens| Candidate {
+        pending_prefill_tokens: tokens,
+        ..backend(slot, 0)
+    };
+    let asked = |disaggregate, prefill_tokens, whole_tokens| {
+        let settings = PairSettings {
+            disaggregate,
+            above_tokens: 0,
+        };
+        let whole = pending(1, whole_tokens);
+        let prefill = [pending(0, prefill_tokens)];
+        choose_pair(&cost(), &REQUEST, (&settings, &whole), &prefill, &[whole])
+    };
+    // The prompt's own 1,600 tokens come on top on either side.
+    assert!(asked(Disaggregate::Auto, 1_600, 0).is_ok());
+    let busy = Err(WholeReason::PrefillBusy);
+    assert_eq!(asked(Disaggregate::Auto, 1_601, 0), busy);
+    assert!(asked(Disaggregate::Auto, 3_600, 1_000).is_ok());
+    assert!(asked(Disaggregate::Always, 1_000_000, 0).is_ok());
 }
 
 #[test]
@@ -101,7 +141,8 @@ proptest! {
             })
             .collect();
         let (prefill, decode) = candidates.split_at(split.min(candidates.len() - 1));
-        let pair = choose_pair(&policy, &REQUEST, prefill, decode).unwrap();
+        let terms = (&PairSettings::default(), &BUSY);
+        let pair = choose_pair(&policy, &REQUEST, terms, prefill, decode).unwrap();
         prop_assert!(prefill.iter().any(|it| it.slot == pair.prefill.slot));
         prop_assert!(decode.iter().any(|it| it.slot == pair.decode.slot));
     }
