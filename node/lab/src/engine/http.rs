@@ -21,21 +21,20 @@ use http::header::{CONTENT_TYPE, HeaderName};
 use http::{HeaderMap, Method, StatusCode, Uri};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
 use super::EngineOptions;
-use super::answer::{
-    AnswerHeader, AnswerStream, CompletionEvents, CompletionKind, UsageOptions, error_body,
-};
+use super::answer::{AnswerHeader, AnswerStream, CompletionEvents, CompletionKind, UsageOptions};
 use super::driver::{DriverCore, Latest, RequestGuard, unix_time};
 use super::embeddings::{EmbeddingsRequest, INPUTS_MAX};
 use super::events::{REPLAY_MESSAGES, TOPIC};
+use super::extras::check_extras;
 use super::metrics::EngineMetricsPage;
 use super::model::{ComputeJob, EngineShape, Finish};
 use super::named::{NamedDialect, NamedEvents};
+use super::rejection::{RequestRejection, read};
 use super::text::{Sequence, detokenize, sequence_bytes, token_count, token_ids};
 use super::transfer::{Connector, TRANSFER_PATH, TransferParams};
 
@@ -124,51 +123,6 @@ impl GenerateEndpoint {
             }
         }
     }
-}
-
-/// A request refused, in vLLM's words.
-#[derive(Debug)]
-struct RequestRejection {
-    status: StatusCode,
-    message: String,
-    param: Option<String>,
-}
-
-impl RequestRejection {
-    fn bad_request(message: impl Into<String>, param: Option<&str>) -> Self {
-        Self {
-            status: StatusCode::BAD_REQUEST,
-            message: message.into(),
-            param: param.map(str::to_owned),
-        }
-    }
-}
-
-impl From<BytesRejection> for RequestRejection {
-    fn from(rejection: BytesRejection) -> Self {
-        Self {
-            status: rejection.status(),
-            message: rejection.body_text(),
-            param: None,
-        }
-    }
-}
-
-impl IntoResponse for RequestRejection {
-    fn into_response(self) -> Response {
-        let body = error_body(self.status.as_u16(), &self.message, self.param.as_deref());
-        (self.status, Json(body)).into_response()
-    }
-}
-
-/// Fields the routing parser has no use for.
-#[derive(Debug, serde::Deserialize)]
-struct ExtraFields {
-    kv_transfer_params: Option<TransferParams>,
-    n: Option<i64>,
-    max_tokens: Option<i64>,
-    max_completion_tokens: Option<i64>,
-    max_output_tokens: Option<i64>,
 }
 
 /// Whether a question for tokens is one for a chat's prompt.
@@ -572,37 +526,7 @@ pub(super) async fn serve(
     let _ = stop.run_until_cancelled(connection).await;
 }
 
-fn read<T: DeserializeOwned>(body: &[u8], param: Option<&str>) -> Result<T, RequestRejection> {
-    serde_json::from_slice(body)
-        .map_err(|error| RequestRejection::bad_request(error.to_string(), param))
-}
-
 fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, RequestRejection> {
     api::prompt::parse(path, body)
         .map_err(|bad| RequestRejection::bad_request(bad.message, bad.param.as_deref()))
-}
-
-/// Refuses what this engine cannot do; answers the client's limit of tokens, and what is to become
-/// of the prompt's blocks.
-fn check_extras(body: &[u8]) -> Result<(Option<u32>, TransferParams), RequestRejection> {
-    let extras: ExtraFields = read(body, None)?;
-    if extras.n.is_some_and(|n| n != 1) {
-        return Err(RequestRejection::bad_request(
-            "this engine makes one choice: n must be 1",
-            Some("n"),
-        ));
-    }
-    let transfer = extras.kv_transfer_params.unwrap_or_default();
-    let Some(wanted) = extras
-        .max_completion_tokens
-        .or(extras.max_tokens)
-        .or(extras.max_output_tokens)
-    else {
-        return Ok((None, transfer));
-    };
-    let whole = u32::try_from(wanted).ok().filter(|wanted| *wanted > 0);
-    whole.map(|whole| (Some(whole), transfer)).ok_or_else(|| {
-        let message = format!("max_tokens must be at least 1, got {wanted}.");
-        RequestRejection::bad_request(message, Some("max_tokens"))
-    })
 }

@@ -16,12 +16,14 @@ pub mod cache;
 mod driver;
 mod embeddings;
 pub mod events;
+mod extras;
 pub mod fleet;
 mod http;
 mod lora;
 mod metrics;
 pub mod model;
 mod named;
+mod rejection;
 #[cfg(test)]
 mod tests;
 pub mod text;

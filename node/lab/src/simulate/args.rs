@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use state::admission::{AdmissionSettings, Batching, CODEL_TARGET_MS, Concurrency, Order};
 
+use super::apart_args::ApartArgs;
 use super::compare::{ComparisonCase, ComparisonCases, PROGRESS_PARTS, no_verdict};
 use super::events::Micros;
 use super::experiment::Experiment;
@@ -93,6 +94,8 @@ pub struct SimulateArgs {
     demand: DemandArgs,
     #[command(flatten)]
     engine: SimEngineArgs,
+    #[command(flatten)]
+    apart: ApartArgs,
     /// Seed of all random choices
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
@@ -329,10 +332,12 @@ impl SimulateArgs {
         for policy in &self.policy {
             for order in &self.order {
                 for bins in &self.bins {
-                    cases.push(ComparisonCase {
-                        plan: self.variant(&base, policy, *order, *bins),
+                    let plan = self.variant(&base, policy, *order, *bins);
+                    let plans = self.apart.plans(&plan);
+                    cases.extend(plans.map(|plan| ComparisonCase {
+                        plan,
                         workload: Arc::clone(&workload),
-                    });
+                    }));
                 }
             }
         }
@@ -390,6 +395,7 @@ impl SimulateArgs {
                 "--restart-at is after the last request",
             ));
         }
+        self.apart.check(self.backends)?;
         let engine = &self.engine;
         let plan = SimPlan {
             label: String::new(),
@@ -416,6 +422,8 @@ impl SimulateArgs {
             learn: self.learn,
             backends: self.backends,
             engine: engine.model(),
+            apart: self.apart.plan(),
+            goal: self.apart.goal(),
             replicas: self.replicas,
             ownership_lag: self.ownership_lag.0.filter(|_| is_shared),
             load_lag: self.load_lag.0.filter(|_| is_shared),

@@ -87,6 +87,15 @@ impl SimEngine {
     /// Takes a request in. One that could never fit is the caller's to refuse
     /// ([`SimEngine::fits`]).
     pub fn submit(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32) {
+        self.begin(request, prompt, output_tokens, false);
+    }
+
+    /// The same, with the blocks of its prompt fetched from another engine.
+    pub fn submit_fetched(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32) {
+        self.begin(request, prompt, output_tokens, true);
+    }
+
+    fn begin(&mut self, request: usize, prompt: &SimPrompt, output_tokens: u32, is_fetched: bool) {
         match &mut self.model {
             EngineTiming::Continuous {
                 scheduler,
@@ -98,7 +107,7 @@ impl SimEngine {
                     max_tokens: output_tokens,
                     ending: Finish::Length,
                     adapter: None,
-                    is_fetched: false,
+                    is_fetched,
                 });
                 names.push(request);
                 let place = ids.partition_point(|(known, _)| *known < request);

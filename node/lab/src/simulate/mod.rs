@@ -9,6 +9,7 @@
 //!
 //! docs/guide/simulator.md says what it models, what it leaves out, and what the experiments show.
 
+mod apart_args;
 mod args;
 pub mod as_written;
 pub mod clock;

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use state::admission::AdmissionSettings;
-use state::policy::{CostSettings, PolicyConfig};
+use state::policy::{CostSettings, PairSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
 use super::as_written::AsWritten;
@@ -38,6 +38,10 @@ pub struct SimPlan {
     pub backends: u16,
     /// Each engine's sizes and speeds.
     pub engine: EngineModel,
+    /// How many of the engines compute prompts for the others, and when.
+    pub apart: ApartPlan,
+    /// What a request must keep to count as served well.
+    pub goal: ServiceGoal,
     /// Replicas.
     pub replicas: u8,
     /// From a batch's proposal until it is applied, on every replica; `None`: what a replica learns
@@ -55,6 +59,57 @@ pub struct SimPlan {
     pub horizon: Micros,
     /// Seed of everything drawn.
     pub seed: u64,
+}
+
+/// Prefill and decode apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ApartPlan {
+    /// The first engines, which compute prompts for the others; 0: all do all.
+    pub prefill: u16,
+    /// When prompts go through them.
+    pub pairs: PairSettings,
+    /// Time of a transfer before its first token.
+    pub transfer: Micros,
+    /// Tokens whose blocks go over per second.
+    pub transfer_tokens_per_s: u32,
+}
+
+impl Default for ApartPlan {
+    fn default() -> Self {
+        Self {
+            prefill: 0,
+            pairs: PairSettings::default(),
+            transfer: 5_000,
+            transfer_tokens_per_s: 200_000,
+        }
+    }
+}
+
+impl ApartPlan {
+    /// How long the blocks of so many tokens take.
+    #[must_use]
+    pub fn transfer_us(&self, tokens: u32) -> Micros {
+        let rate = u64::from(self.transfer_tokens_per_s.max(1));
+        self.transfer + u64::from(tokens) * 1_000_000 / rate
+    }
+}
+
+/// What a request must keep to count as served well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServiceGoal {
+    /// Longest time to the first token.
+    pub ttft: Micros,
+    /// Longest mean time between its tokens.
+    pub gap: Micros,
+}
+
+impl Default for ServiceGoal {
+    fn default() -> Self {
+        Self {
+            ttft: 2_000_000,
+            gap: 50_000,
+        }
+    }
 }
 
 /// How clients are.
@@ -149,6 +204,8 @@ impl Default for SimPlan {
                 prefill_tokens_per_s: 10_000,
                 decode: Duration::from_millis(20),
             }),
+            apart: ApartPlan::default(),
+            goal: ServiceGoal::default(),
             replicas: 3,
             ownership_lag: Some(ms(20)),
             load_lag: Some(ms(20)),

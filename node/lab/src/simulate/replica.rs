@@ -11,16 +11,17 @@ use std::time::Duration;
 
 use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
-use api::prompt::{ChainTail, PromptIdentity};
+use api::prompt::{ChainTail, ModelSettings, PromptIdentity};
 use api::routing::{
     AfterProposal, Attempt, AttemptEnd, Decision, DispatchTerms, FilterVerdict, LoadReporter,
-    LoadTable, OutboxSettings, Router, RouterParts, RoutingRejection, RoutingRequest,
-    SelectSettings, SharedOutbox, Usage, UserName,
+    LoadTable, OutboxSettings, PrefillAttempt, Router, RouterParts, RoutingRejection,
+    RoutingRequest, SelectSettings, SharedOutbox, Usage, UserName,
 };
 use http::{HeaderMap, HeaderName, HeaderValue};
 use state::admission::{Counters, PendingCharges, Pricing, UserFigures};
 use state::command::{Command, Committed, Envelope, Lane, Origin, Reply};
 use state::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, SessionId, Slot, UserKey};
+use state::policy::PairSettings;
 use state::prefix::model_key;
 use state::ratios::TokenRatio;
 use state::{RouterState, StateView};
@@ -33,6 +34,8 @@ use super::events::Micros;
 use super::workload::{HASH_SEED, MODEL, SimPrompt};
 use crate::engine::text::words;
 
+/// Prompts are not cut here; whoever reads requests wants to know all the same.
+const BLOCK_BYTES: u32 = 128;
 /// Names the session of a request for the policies that look at it.
 const SESSION: HeaderName = HeaderName::from_static("x-quorate-session");
 
@@ -47,6 +50,8 @@ pub struct RunSettings {
     pub pricing: Pricing,
     /// A source's pseudo-code that decides.
     pub as_written: Option<AsWritten>,
+    /// When prompts go through engines that compute them for others.
+    pub pairs: PairSettings,
 }
 
 /// One replica.
@@ -105,6 +110,38 @@ pub struct InFlight {
     pub uncached_tokens: u32,
     attempt: Attempt,
     has_first_token: bool,
+    /// The engine that computes the prompt for the other; `None`: it is one engine.
+    prefill: Option<PrefillFlight>,
+}
+
+/// A prompt under way at the engine that computes it.
+struct PrefillFlight {
+    engine: usize,
+    /// `None` once it is computed.
+    attempt: Option<PrefillAttempt>,
+    /// Prompt tokens that it had cached.
+    cached: u32,
+}
+
+impl InFlight {
+    /// The engine that computes the prompt for the other.
+    #[must_use]
+    pub fn prefill_engine(&self) -> Option<usize> {
+        self.prefill.as_ref().map(|prefill| prefill.engine)
+    }
+
+    /// Whether `engine` computes the prompt for another at present.
+    #[must_use]
+    pub fn is_prefilled_by(&self, engine: usize) -> bool {
+        let prefill = self.prefill.as_ref();
+        prefill.is_some_and(|it| it.engine == engine && it.attempt.is_some())
+    }
+
+    /// Prompt tokens that were cached where it was computed, as the engine that answers says.
+    #[must_use]
+    pub fn cached(&self, told: u32) -> u32 {
+        self.prefill.as_ref().map_or(told, |prefill| prefill.cached)
+    }
 }
 
 impl SimSender {
@@ -146,7 +183,10 @@ impl SimReplica {
         let router = Router::new(RouterParts {
             view: Arc::clone(&view),
             backends: Arc::clone(&backends),
-            models: Vec::new(),
+            models: vec![ModelSettings {
+                pairs: run.pairs,
+                ..ModelSettings::characters("*", BLOCK_BYTES)
+            }],
             replica: id,
             session,
             outbox: OutboxSettings {
@@ -291,17 +331,41 @@ impl SimReplica {
         let dispatcher = self.router.dispatcher();
         let identity = ask.identity;
         // As attempts do: only where blocks cannot be forged, those found count as cached.
+        let prefill = decision.prefill.as_ref();
+        let matched = prefill.map_or(decision.matched, |it| it.matched);
         let cached_tokens = match self.view.registry().hash_secret {
-            Some(_) => decision
-                .matched
-                .saturating_mul(identity.tail.tokens_per_block),
+            Some(_) => matched.saturating_mul(identity.tail.tokens_per_block),
             None => 0,
         };
+        let mut attempt = dispatcher.dispatch(decision, &ask, terms, now);
+        let prefill = attempt.take_prefill().map(|attempt| {
+            attempt.sent();
+            PrefillFlight {
+                engine: usize::from(attempt.backend().slot.0),
+                attempt: Some(attempt),
+                cached: 0,
+            }
+        });
         InFlight {
+            prefill,
             backend: decision.backend,
             uncached_tokens: identity.tokens.saturating_sub(cached_tokens),
-            attempt: dispatcher.dispatch(decision, &ask, terms, now),
+            attempt,
             has_first_token: false,
+        }
+    }
+
+    /// The prompt is computed at the engine that does it for the other.
+    pub fn prefilled(&self, flight: &mut InFlight, prompt: &SimPrompt, told: &EngineUsage) {
+        let now = self.clock.at(told.at);
+        let Some(prefill) = &mut flight.prefill else {
+            return;
+        };
+        if let Some(mut attempt) = prefill.attempt.take() {
+            let usage = Some(usage(prompt, told));
+            attempt.answered(usage, now);
+            flight.attempt.prefilled(attempt, usage, now);
+            prefill.cached = told.cached;
         }
     }
 

@@ -89,6 +89,11 @@ pub struct RunReport {
     pub regret_ms: Option<f64>,
     /// Requests per second until the horizon.
     pub requests_per_s: f64,
+    /// Requests that kept the goals for the first token and the time between tokens, over the time
+    /// until the horizon.
+    pub goodput_per_s: f64,
+    /// Mean time between a request's tokens, milliseconds.
+    pub gap_ms: LatencySummary,
     /// Computed prompt tokens and output tokens per second until the horizon.
     pub tokens_per_s: f64,
     /// Mean over time of the difference between the busiest backend and the idlest, in requests.
@@ -228,6 +233,8 @@ impl RunReport {
             regret_ms: ideal.map(|ideal| ttft_ms.mean - ideal.ttft_ms),
             latency_ms: summary(&mut tally.latency),
             requests_per_s: tally.ended_in_time as f64 / horizon_s,
+            goodput_per_s: tally.good as f64 / horizon_s,
+            gap_ms: summary(&mut tally.gaps),
             tokens_per_s: tally.tokens_in_time as f64 / horizon_s,
             load_spread: load_spread(&tally),
             busiest_share: busiest_share(&tally.by_backend),

@@ -1,6 +1,7 @@
 //! What a run is measured by: counts, times, and how they went over time.
 
 use super::events::Micros;
+use super::plan::ServiceGoal;
 use super::service::ServiceAccounts;
 
 /// Points of every curve over time.
@@ -46,6 +47,10 @@ pub struct SimTally {
     pub tokens_in_time: u64,
     /// Requests that ended before the horizon.
     pub ended_in_time: u64,
+    /// Requests that kept the goals.
+    pub good: u64,
+    /// Mean time between tokens of each request with two or more.
+    pub gaps: Vec<Micros>,
     /// Highest price of one request.
     pub largest_priced: u64,
     /// Most that a user had used and not been charged in some replica's eyes, thousandths of a
@@ -145,6 +150,15 @@ impl SimTally {
             self.tokens_in_time += u64::from(uncached) + u64::from(output);
         }
         self.service.served(user, uncached, output);
+    }
+
+    /// A request with so many tokens ended, whose first came after `waited` and `since` ago.
+    pub fn judged(&mut self, goal: &ServiceGoal, waited: Micros, (since, tokens): (Micros, u32)) {
+        let gaps = u64::from(tokens.saturating_sub(1));
+        let gap = since.checked_div(gaps);
+        self.gaps.extend(gap);
+        let is_good = waited <= goal.ttft && gap.is_none_or(|gap| gap <= goal.gap);
+        self.good += u64::from(is_good);
     }
 
     /// A request ended.

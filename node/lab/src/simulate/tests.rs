@@ -332,3 +332,67 @@ fn ten_times_the_load_costs_no_goodput_and_is_over_when_it_is_over() {
     assert_eq!(broken.count(), 0, "{:#?}", comparison.verdicts);
     assert_eq!(comparison.verdicts.len(), 9);
 }
+
+/// Long prompts with long answers on four engines.
+fn long_answers() -> SimWorkload {
+    Mix {
+        rate: 3.0,
+        duration: 20 * SECOND,
+        groups: 1_000,
+        group_tokens: 0,
+        lengths: LengthRange {
+            input: (3_000, 4_000),
+            output: (100, 200),
+        },
+        ..Mix::shared_prefix()
+    }
+    .generate(5)
+}
+
+#[test]
+fn apart_every_request_is_served_and_its_answer_is_not_held_up_by_prompts() {
+    let workload = long_answers();
+    let run_with = |prefill| {
+        let mut plan = SimPlan {
+            horizon: 20 * SECOND,
+            ..SimPlan::default()
+        };
+        plan.apart.prefill = prefill;
+        run(&plan, &workload)
+    };
+    let (mixed, apart) = (run_with(0), run_with(2));
+    assert_eq!(apart.ok, mixed.ok);
+    assert_eq!(apart.by_backend[..2], [0, 0], "they answer nothing");
+    assert!(
+        apart.gap_ms.p99 < mixed.gap_ms.p99,
+        "{:?} {:?}",
+        apart.gap_ms,
+        mixed.gap_ms
+    );
+    assert_eq!(json(&apart), json(&run_with(2)));
+}
+
+#[test]
+fn apart_clients_that_leave_and_replicas_that_restart_leave_nothing_behind() {
+    let mut plan = SimPlan {
+        horizon: 20 * SECOND,
+        clients: ClientModel {
+            patience: Some((SECOND, 4 * SECOND)),
+            retries: 1,
+        },
+        restart: Some(RestartPlan {
+            at: 10 * SECOND,
+            who: RestartScope::One,
+            wipe: false,
+        }),
+        ..SimPlan::default()
+    };
+    plan.apart.prefill = 1;
+    let case = ComparisonCase {
+        plan,
+        workload: Arc::new(long_answers()),
+    };
+    let run = case.run(|_| {});
+    assert_eq!(run.faults, Vec::<String>::new());
+    assert!(run.departures > 0 && run.resent > 0);
+}

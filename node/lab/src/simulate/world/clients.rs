@@ -56,6 +56,9 @@ impl SimWorld<'_> {
                 let rest = asked.output_tokens - asked.served_output;
                 self.tally.kept(user, rest);
                 self.engines[usize::from(flight.backend.slot.0)].abort(request);
+                if let Some(computing) = flight.prefill_engine() {
+                    self.engines[computing].abort(request);
+                }
                 let here = &mut self.places[place];
                 let left = AttemptEnd::ClientLeft;
                 here.replica.end(*flight, &asked.prompt, &told, left);

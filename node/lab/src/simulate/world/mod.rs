@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use state::RouterState;
 use state::admission::{Backlog, Concurrency, Pricing};
-use state::command::{BackendSpec, Command, Envelope, UserSpec};
+use state::command::{BackendRole, BackendSpec, Command, Envelope, UserSpec};
 use state::ids::{LogIndex, Ticket, UserKey};
 use state::policy::RoutingSettings;
 use state::prefix::user_key;
@@ -65,6 +65,8 @@ enum SimEvent {
     },
     /// A replica may find that somebody can go.
     Wake(usize),
+    /// The blocks of a request's prompt, in this try, have come over.
+    Fetched { request: usize, tries: u32 },
     /// Replicas read the engines' figures.
     Probe,
     /// The curves get a point.
@@ -88,6 +90,8 @@ struct RequestState {
     predicted_output: u32,
     stage: RequestStage,
     has_first_token: bool,
+    /// When its first token came.
+    first_token: Micros,
     /// Times it was sent.
     tries: u32,
     /// While it waits.
@@ -212,6 +216,7 @@ impl<'a> SimWorld<'a> {
                 charge: plan.admission.charge,
             },
             as_written: plan.as_written,
+            pairs: plan.apart.pairs,
         };
         let place = |id| ReplicaPlace::new(id, 1, state_of(&setup), plan, &run);
         let weights = workload.users.iter().map(|user| user.weight_milli);
@@ -310,6 +315,7 @@ impl<'a> SimWorld<'a> {
                 backlog,
             } => self.heard(replica, from, report.as_deref(), backlog),
             SimEvent::Wake(place) => self.wake(place),
+            SimEvent::Fetched { request, tries } => self.fetched(request, tries),
             SimEvent::Probe => self.probe(),
             SimEvent::Sample => self.sample(),
             SimEvent::Watch => self.tally.service.watch(),
@@ -473,7 +479,11 @@ fn commands(plan: &SimPlan, workload: &SimWorkload) -> Vec<Command> {
             capacity_blocks,
             kv_events: None,
             kv_replay: None,
-            role: state::command::BackendRole::Both,
+            role: match plan.apart.prefill {
+                0 => BackendRole::Both,
+                prefill if number < prefill => BackendRole::Prefill,
+                _ => BackendRole::Decode,
+            },
         })
     });
     commands.extend(backends);

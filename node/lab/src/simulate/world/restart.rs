@@ -51,6 +51,9 @@ impl SimWorld<'_> {
                     let rest = request.output_tokens - request.served_output;
                     self.tally.kept(request.user, rest);
                     self.engines[usize::from(flight.backend.slot.0)].abort(number);
+                    if let Some(computing) = flight.prefill_engine() {
+                        self.engines[computing].abort(number);
+                    }
                 }
             }
             request.stage = RequestStage::Waiting;

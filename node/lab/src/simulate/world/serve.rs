@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use api::routing::AttemptEnd;
 use state::admission::{Batching, QueueRejection, QueuedRequest};
+use state::command::BackendRole;
 use state::ids::{Slot, Ticket};
 
 use super::{Micros, ReplicaPlace, RequestStage, RequestState, SimEvent, SimWorld};
@@ -65,6 +66,7 @@ impl SimWorld<'_> {
             predicted_output: output_tokens,
             stage: RequestStage::Waiting,
             has_first_token: false,
+            first_token: 0,
             tries: 0,
             ticket: Ticket::default(),
             computed: 0,
@@ -224,7 +226,9 @@ impl SimWorld<'_> {
     fn has_room(&self, place: usize) -> bool {
         let replica = &self.places[place].replica;
         let registry = replica.state.view().registry();
-        registry.backends.iter().any(|backend| {
+        let answering = registry.backends.iter();
+        let mut answering = answering.filter(|it| it.spec.role != BackendRole::Prefill);
+        answering.any(|backend| {
             let limit = replica.limit(backend.handle);
             limit.is_none_or(|limit| replica.running_at(backend.handle, self.now) < limit)
         })
@@ -254,16 +258,35 @@ impl SimWorld<'_> {
         if was_queued {
             replica.end_wait(self.keys[asked.user]);
         }
-        let engine = usize::from(decision.backend.slot.0);
         if was_queued {
             self.tally.service.waits_no_more(asked.user);
         }
-        self.tally.predicted_tokens += u64::from(decision.matched) * u64::from(BLOCK_TOKENS);
+        let prefill = decision.prefill.as_ref();
+        let matched = prefill.map_or(decision.matched, |it| it.matched);
+        self.tally.predicted_tokens += u64::from(matched) * u64::from(BLOCK_TOKENS);
         self.tally.promised(asked.user, asked.output_tokens);
-        self.engines[engine].submit(request, &asked.prompt, asked.output_tokens);
+        let (engine, output_tokens) = match flight.prefill_engine() {
+            Some(computing) => (computing, 1),
+            None => (usize::from(decision.backend.slot.0), asked.output_tokens),
+        };
+        self.engines[engine].submit(request, &asked.prompt, output_tokens);
         asked.stage = RequestStage::Running(Box::new(flight));
         self.changed(place);
         engine
+    }
+
+    /// The blocks of a request's prompt have come over: it is answered.
+    pub(super) fn fetched(&mut self, request: usize, tries: u32) {
+        let asked = &self.requests[request];
+        let RequestStage::Running(flight) = &asked.stage else {
+            return;
+        };
+        if asked.tries != tries {
+            return;
+        }
+        let engine = usize::from(flight.backend.slot.0);
+        self.engines[engine].submit_fetched(request, &asked.prompt, asked.output_tokens);
+        self.begin_step(engine);
     }
 
     pub(super) fn begin_step(&mut self, engine: usize) {
@@ -298,13 +321,24 @@ impl SimWorld<'_> {
             output: served.output_tokens,
             cached: served.cached_tokens,
         };
+        if flight.is_prefilled_by(engine) {
+            replica.prefilled(flight, &prompt, &told);
+            let after = self.plan.apart.transfer_us(prompt.tokens);
+            let fetched = SimEvent::Fetched {
+                request: served.request,
+                tries: request.tries,
+            };
+            self.events.plan(self.now + after, fetched);
+            return;
+        }
         replica.served(flight, &prompt, &told);
         let mut uncached = 0;
         if !request.has_first_token {
             request.has_first_token = true;
-            uncached = prompt.tokens - served.cached_tokens.min(prompt.tokens);
+            request.first_token = self.now;
+            let cached = flight.cached(served.cached_tokens);
+            uncached = prompt.tokens - cached.min(prompt.tokens);
             let waited = self.now - request.arrived;
-            let cached = served.cached_tokens;
             self.tally
                 .first_token(self.now, waited, prompt.tokens, cached);
             request.computed = uncached;
@@ -326,6 +360,10 @@ impl SimWorld<'_> {
             return;
         };
         let (user, took): (usize, Micros) = (asked.user, self.now - asked.arrived);
+        let since = self.now - asked.first_token;
+        let waited = asked.first_token - asked.arrived;
+        let made = (since, asked.output_tokens);
+        self.tally.judged(&self.plan.goal, waited, made);
         let replica = &self.places[place].replica;
         replica.end(*flight, &asked.prompt, told, AttemptEnd::Finished);
         self.tally.ended(self.now, took, engine);

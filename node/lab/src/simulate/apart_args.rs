@@ -1,0 +1,72 @@
+//! Flags of `quorate simulate` about prefill and decode apart, and about what counts as served well.
+
+use std::time::Duration;
+
+use state::policy::PairSettings;
+
+use super::plan::{ApartPlan, ServiceGoal, SimPlan, micros};
+use super::unusable::SimulateArgsError;
+
+/// Prefill and decode apart.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Prefill and decode apart")]
+pub(super) struct ApartArgs {
+    /// Numbers of engines, of all, that compute prompts for the others, to compare, one run each;
+    /// 0: all do all
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "0")]
+    prefill: Vec<u16>,
+    /// Uncached prompt tokens above which a request goes through them
+    #[arg(long, value_name = "N", default_value_t = PairSettings::ABOVE_TOKENS_DEFAULT)]
+    disaggregate_above_tokens: u32,
+    /// Tokens whose KV blocks are transferred per second
+    #[arg(long, value_name = "N", default_value_t = 200_000, value_parser = clap::value_parser!(u32).range(1..))]
+    transfer_rate: u32,
+    /// Longest time to the first token of requests that count in good/s
+    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = humantime::parse_duration)]
+    goal_ttft: Duration,
+    /// Longest mean time between tokens of requests that count in good/s
+    #[arg(long, value_name = "TIME", default_value = "50ms", value_parser = humantime::parse_duration)]
+    goal_gap: Duration,
+}
+
+impl ApartArgs {
+    /// Whether some of `backends` are left to answer.
+    pub(super) fn check(&self, backends: u16) -> Result<(), SimulateArgsError> {
+        if self.prefill.iter().all(|prefill| *prefill < backends) {
+            return Ok(());
+        }
+        Err(SimulateArgsError::new(
+            "--prefill leaves no engine that answers",
+        ))
+    }
+
+    pub(super) fn plan(&self) -> ApartPlan {
+        ApartPlan {
+            pairs: PairSettings {
+                above_tokens: self.disaggregate_above_tokens,
+                ..PairSettings::default()
+            },
+            transfer_tokens_per_s: self.transfer_rate,
+            ..ApartPlan::default()
+        }
+    }
+
+    pub(super) fn goal(&self) -> ServiceGoal {
+        ServiceGoal {
+            ttft: micros(self.goal_ttft),
+            gap: micros(self.goal_gap),
+        }
+    }
+
+    /// `plan` with each number of engines that compute prompts.
+    pub(super) fn plans<'a>(&'a self, plan: &'a SimPlan) -> impl Iterator<Item = SimPlan> + 'a {
+        self.prefill.iter().map(move |prefill| {
+            let mut plan = plan.clone();
+            plan.apart.prefill = *prefill;
+            if self.prefill.len() > 1 {
+                plan.label = format!("{} {prefill}P", plan.label).trim().to_owned();
+            }
+            plan
+        })
+    }
+}
