@@ -183,8 +183,7 @@ impl Decider {
         let scores = policy::scores(config, &request, &scratch.candidates);
         let competing = scratch.candidates.iter().zip(&scores).zip(&scratch.places);
         competing.for_each(|((candidate, score), at)| backends[*at].competes(candidate, score));
-        let names = |backend| self.fleet.name_of(backend);
-        let stages = settled.as_ref().map(|settled| settled.view(names));
+        let stages = settled.map(|settled| settled.view(|it| self.fleet.name_of(it)));
         let (prefill, whole) = stages.unwrap_or_default();
         let shown = ask.identity.chain.iter().take(SHOWN_BLOCKS_MAX);
         Explanation {
