@@ -7,6 +7,7 @@
 //!   a failure.
 //! - [`soak`] overloads such a cluster with hostile and careless clients.
 //! - [`abuse`] attacks one, each attack on its own, in the clear and with TLS and keys.
+//! - [`live`] holds predictions against what real engines find.
 //! - [`fuzzing`] feeds mutated bytes to everything that reads foreign ones.
 //!
 //! [`oracle`] records a run and [`invariants`] states what must hold of it. [`planted`] plants
@@ -17,6 +18,7 @@ mod command;
 pub mod fuzzing;
 pub mod invariants;
 mod kinds;
+pub mod live;
 pub mod netns;
 pub mod oracle;
 pub mod planted;

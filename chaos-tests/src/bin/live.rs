@@ -1,0 +1,107 @@
+//! Whether predictions come true at real engines: `cargo run --release -p chaos-tests --bin live --
+//! --engine http://127.0.0.1:8100`. See docs/guide/engines.md.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use chaos_tests::live::{self, LiveOptions, RowReport};
+use chaos_tests::terminal::{self, say, table};
+use clap::Parser;
+
+/// Hold what three replicas predict against what real engines find cached
+#[derive(Debug, Parser)]
+struct LiveArgs {
+    /// An engine that may be used and whose cache may be reset; may be given more than once
+    #[arg(long = "engine", value_name = "URL", required = true, value_parser = engine)]
+    engines: Vec<SocketAddr>,
+    /// Line for the shell that starts engine $N (0, 1, ...) where none answers, and again after it
+    /// was killed
+    #[arg(long, value_name = "COMMAND")]
+    start: Option<String>,
+    /// Folder for what started engines print
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    logs: PathBuf,
+    /// The model's tokenizer.json, with its chat template beside it
+    #[arg(long, value_name = "FILE")]
+    tokenizer: Option<PathBuf>,
+    /// Answers of each row
+    #[arg(long, value_name = "N", default_value_t = 500)]
+    requests: u64,
+    /// Only rows whose name contains this
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+fn engine(text: &str) -> Result<SocketAddr, String> {
+    let address = text.strip_prefix("http://").unwrap_or(text);
+    let address = address.trim_end_matches('/').parse();
+    address.map_err(|_| "expected http://ADDRESS:PORT".to_owned())
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let args = LiveArgs::parse();
+    terminal::run(run(args))
+}
+
+async fn run(args: LiveArgs) -> anyhow::Result<ExitCode> {
+    let options = LiveOptions {
+        engines: args.engines,
+        start: args.start,
+        logs: args.logs,
+        tokenizer: args.tokenizer,
+        requests: args.requests,
+        only: args.only,
+    };
+    let told = |row: &RowReport| {
+        eprintln!("{}: {} of {} equal", row.name, row.equal, row.requests);
+        row.faults.iter().for_each(|fault| eprintln!("  {fault}"));
+    };
+    let reports = live::run(&options, told).await?;
+    if args.json {
+        say(serde_json::to_string_pretty(&reports)?)?;
+    } else {
+        print(&reports)?;
+    }
+    let is_met = !reports.is_empty() && reports.iter().all(|row| row.is_met);
+    Ok(terminal::exit_code(is_met))
+}
+
+fn print(reports: &[RowReport]) -> anyhow::Result<()> {
+    let mut rows = table(&[
+        "",
+        "engines",
+        "requests",
+        "failed",
+        "cached",
+        "equal",
+        "above",
+        "below",
+        "within 10 %",
+        "mean error",
+        "goal",
+        "",
+    ]);
+    let percent =
+        |part: u64, whole: u64| format!("{:.2} %", 100.0 * part as f64 / whole.max(1) as f64);
+    for row in reports {
+        rows.add_row([
+            row.name.to_owned(),
+            row.engines.to_string(),
+            row.requests.to_string(),
+            row.failed.to_string(),
+            percent(row.cached_tokens, row.prompt_tokens),
+            percent(row.equal, row.requests),
+            row.off[0].to_string(),
+            row.off[1].to_string(),
+            percent(row.near, row.requests),
+            percent(row.wrong_tokens, row.prompt_tokens),
+            percent(row.goal, 10_000),
+            if row.is_met { "met" } else { "MISSED" }.to_owned(),
+        ]);
+    }
+    say(rows)
+}

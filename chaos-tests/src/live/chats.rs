@@ -1,0 +1,115 @@
+//! Chats that need several times the engines' caches, the next turns of some soon and of others late.
+
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use serde_json::{Value, json};
+
+/// Most turns of a chat; then another begins in its place.
+const TURNS_MAX: usize = 6;
+/// Different system prompts.
+const SYSTEMS: u64 = 3;
+/// Words of a system prompt.
+const SYSTEM_WORDS: usize = 120;
+/// Words of a message.
+const MESSAGE_WORDS: std::ops::Range<usize> = 30..130;
+/// Tokens of an answer.
+const ANSWER_TOKENS: std::ops::Range<u32> = 8..40;
+/// Tokens that a chat has on average, half way through its turns.
+const CHAT_TOKENS: u64 = 450;
+
+/// What messages and answers are made of. Each is one token of most vocabularies with the space
+/// before it.
+pub(super) const WORDS: [&str; 24] = [
+    "time", "people", "water", "house", "light", "number", "country", "question", "school",
+    "family", "morning", "system", "company", "problem", "service", "market", "history", "picture",
+    "summer", "letter", "window", "garden", "moment", "reason",
+];
+
+/// A turn of a chat, ready to be sent.
+#[derive(Debug)]
+pub(super) struct Turn {
+    pub(super) chat: usize,
+    pub(super) body: Value,
+}
+
+/// The chats, as far as they have got.
+#[derive(Debug)]
+pub(super) struct Chats {
+    model: String,
+    /// Tokens that answers are made of; empty: whatever the model says.
+    answer_tokens: Vec<u64>,
+    random: SmallRng,
+    /// Tells this run's texts from those of others.
+    run: u64,
+    messages: Vec<Vec<Value>>,
+    /// All that no request is under way for, the one that was answered last at the end.
+    idle: Vec<usize>,
+}
+
+impl Chats {
+    /// Chats of `tokens` tokens in all.
+    pub(super) fn new(model: &str, answer_tokens: &[u64], tokens: u64, run: u64) -> Self {
+        let count = usize::try_from(tokens / CHAT_TOKENS)
+            .unwrap_or(usize::MAX)
+            .max(16);
+        Self {
+            model: model.to_owned(),
+            answer_tokens: answer_tokens.to_vec(),
+            random: SmallRng::seed_from_u64(run),
+            run,
+            messages: vec![Vec::new(); count],
+            idle: (0..count).collect(),
+        }
+    }
+
+    /// The next turn of some chat: the later it was answered, the likelier.
+    ///
+    /// # Panics
+    /// When every chat waits for an answer.
+    pub(super) fn next(&mut self) -> Turn {
+        let back = self.random.random::<f64>().powi(3) * self.idle.len() as f64;
+        let place = self.idle.len() - 1 - (back as usize).min(self.idle.len() - 1);
+        let chat = self.idle.remove(place);
+        if self.messages[chat].len() >= 2 * TURNS_MAX {
+            self.messages[chat].clear();
+        }
+        if self.messages[chat].is_empty() {
+            let system = self.random.random_range(0..SYSTEMS);
+            let mut voice = SmallRng::seed_from_u64(self.run << 8 | system);
+            let text = format!("{} {}", self.run, words(&mut voice, SYSTEM_WORDS));
+            self.messages[chat].push(json!({ "role": "system", "content": text }));
+        }
+        let count = self.random.random_range(MESSAGE_WORDS);
+        let text = words(&mut self.random, count);
+        self.messages[chat].push(json!({ "role": "user", "content": text }));
+        let mut body = json!({
+            "model": self.model,
+            "messages": self.messages[chat],
+            "max_tokens": self.random.random_range(ANSWER_TOKENS),
+            "temperature": 1.0,
+            "seed": self.random.random::<u32>(),
+        });
+        if !self.answer_tokens.is_empty() {
+            body["allowed_token_ids"] = json!(self.answer_tokens);
+        }
+        Turn { chat, body }
+    }
+
+    /// A chat was answered.
+    pub(super) fn answered(&mut self, chat: usize, answer: &str) {
+        self.messages[chat].push(json!({ "role": "assistant", "content": answer }));
+        self.idle.push(chat);
+    }
+
+    /// A turn got no answer: it will be another one.
+    pub(super) fn failed(&mut self, chat: usize) {
+        self.messages[chat].pop();
+        self.idle.push(chat);
+    }
+}
+
+fn words(random: &mut SmallRng, count: usize) -> String {
+    let word = |_| WORDS[random.random_range(0..WORDS.len())];
+    let words: Vec<&str> = (0..count).map(word).collect();
+    words.join(" ")
+}

@@ -1,0 +1,231 @@
+//! The load: so many requests at once, each to some replica, and what was predicted beside what was
+//! found.
+
+use std::cell::{Cell, RefCell};
+
+use anyhow::{Context as _, ensure};
+use futures_util::future::try_join_all;
+use http::Method;
+use node::json_client::JsonClient;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use tokio::sync::{Notify, RwLock, RwLockWriteGuard};
+
+use super::chats::{Chats, Turn};
+use super::{NEAR_PERCENT, RowReport};
+
+/// Failures that are told.
+const TOLD_MAX: usize = 20;
+
+/// What a prediction is.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Target {
+    /// Blocks of so many tokens.
+    Tokens(u64),
+    /// A share of the prompt.
+    Share,
+}
+
+/// What was predicted and found of one request.
+#[derive(Debug)]
+struct Finding {
+    prompt: u64,
+    predicted: u64,
+    cached: u64,
+    answer: String,
+    backend: String,
+}
+
+/// The load as it goes.
+pub(super) struct Load<'a> {
+    http: &'a JsonClient,
+    replicas: Vec<String>,
+    is_up: RefCell<Vec<bool>>,
+    chats: RefCell<Chats>,
+    target: Target,
+    random: RefCell<SmallRng>,
+    sums: RefCell<RowReport>,
+    /// Who sends holds it for reading.
+    gate: RwLock<()>,
+    ended: Notify,
+    is_over: Cell<bool>,
+    told: Cell<usize>,
+    /// Tokens that engines compute before anything counts: until their caches are full nothing is
+    /// evicted.
+    to_fill: Cell<u64>,
+}
+
+impl<'a> Load<'a> {
+    pub(super) fn new(
+        http: &'a JsonClient,
+        replicas: Vec<String>,
+        chats: Chats,
+        target: Target,
+        (to_fill, seed): (u64, u64),
+    ) -> Self {
+        Self {
+            http,
+            is_up: RefCell::new(vec![true; replicas.len()]),
+            replicas,
+            chats: RefCell::new(chats),
+            target,
+            random: RefCell::new(SmallRng::seed_from_u64(seed)),
+            sums: RefCell::default(),
+            gate: RwLock::new(()),
+            ended: Notify::new(),
+            is_over: Cell::new(false),
+            told: Cell::new(0),
+            to_fill: Cell::new(to_fill),
+        }
+    }
+
+    /// Requests answered.
+    pub(super) fn ended(&self) -> u64 {
+        self.sums.borrow().requests
+    }
+
+    pub(super) fn report(&self) -> RowReport {
+        self.sums.borrow().clone()
+    }
+
+    /// Says that a replica gets requests, or none.
+    pub(super) fn set_up(&self, replica: usize, is_up: bool) {
+        self.is_up.borrow_mut()[replica] = is_up;
+    }
+
+    /// Waits until so many requests are answered; false: the load was over before.
+    pub(super) async fn wait_for(&self, requests: u64) -> bool {
+        loop {
+            let next = self.ended.notified();
+            if self.is_over.get() {
+                return false;
+            }
+            if self.ended() >= requests {
+                return true;
+            }
+            next.await;
+        }
+    }
+
+    /// Waits until nothing is under way, and keeps it so.
+    pub(super) async fn pause(&self) -> RwLockWriteGuard<'_, ()> {
+        self.gate.write().await
+    }
+
+    /// Sends until so many requests are answered.
+    pub(super) async fn run(&self, lanes: usize, requests: u64) -> anyhow::Result<()> {
+        let lane = async |_| {
+            while self.ended() < requests {
+                let _passed = self.gate.read().await;
+                self.one().await?;
+                self.ended.notify_waiters();
+            }
+            anyhow::Ok(())
+        };
+        try_join_all((0..lanes).map(lane)).await?;
+        self.is_over.set(true);
+        self.ended.notify_waiters();
+        Ok(())
+    }
+
+    async fn one(&self) -> anyhow::Result<()> {
+        let Turn { chat, body } = self.chats.borrow_mut().next();
+        let up: Vec<usize> = {
+            let is_up = self.is_up.borrow();
+            (0..self.replicas.len()).filter(|at| is_up[*at]).collect()
+        };
+        let replica = up[self.random.borrow_mut().random_range(0..up.len())];
+        match self.ask(&self.replicas[replica], &body).await {
+            Ok(found) => {
+                self.chats.borrow_mut().answered(chat, &found.answer);
+                self.count(replica, &found);
+            }
+            Err(error) => {
+                self.chats.borrow_mut().failed(chat);
+                let failed = {
+                    let mut sums = self.sums.borrow_mut();
+                    sums.failed += 1;
+                    sums.failed
+                };
+                self.tell(&format!("replica {}: {error:#}", replica + 1));
+                let answered = self.ended();
+                ensure!(
+                    failed < 100 + answered,
+                    "{failed} requests failed, the last: {error:#}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    async fn ask(&self, replica: &str, body: &serde_json::Value) -> anyhow::Result<Finding> {
+        let url = format!("{replica}/v1/chat/completions");
+        let answer = self.http.send(Method::POST, &url, Some(body)).await?;
+        let header = |name: &str| {
+            let value = answer.headers.get(name).and_then(|it| it.to_str().ok());
+            value.unwrap_or_default().to_owned()
+        };
+        let (prefix, backend) = (header("x-quorate-prefix"), header("x-quorate-backend"));
+        let answer = answer.success()?;
+        let (matched, total) = prefix.split_once('/').context("no x-quorate-prefix")?;
+        let (matched, total): (u64, u64) = (matched.parse()?, total.parse()?);
+        let usage = &answer["usage"];
+        let prompt = usage["prompt_tokens"]
+            .as_u64()
+            .context("no prompt_tokens")?;
+        let message = &answer["choices"][0]["message"]["content"];
+        Ok(Finding {
+            prompt,
+            predicted: match self.target {
+                Target::Tokens(block) => matched * block,
+                // Half a block is behind the last full one, as a rule.
+                Target::Share => 2 * matched * prompt / (2 * total + 1),
+            },
+            // Engines leave zeros out.
+            cached: usage["prompt_tokens_details"]["cached_tokens"]
+                .as_u64()
+                .unwrap_or(0),
+            answer: message.as_str().unwrap_or_default().to_owned(),
+            backend,
+        })
+    }
+
+    fn count(&self, replica: usize, found: &Finding) {
+        let to_fill = self.to_fill.get();
+        if to_fill > 0 {
+            let computed = found.prompt.saturating_sub(found.cached);
+            self.to_fill.set(to_fill.saturating_sub(computed));
+            return;
+        }
+        let off = found.predicted.abs_diff(found.cached);
+        let mut sums = self.sums.borrow_mut();
+        sums.requests += 1;
+        sums.equal += u64::from(off == 0);
+        sums.near += u64::from(off * 100 <= found.prompt * NEAR_PERCENT);
+        sums.off[0] += u64::from(found.predicted > found.cached);
+        sums.off[1] += u64::from(found.predicted < found.cached);
+        sums.prompt_tokens += found.prompt;
+        sums.cached_tokens += found.cached;
+        sums.wrong_tokens += off;
+        let number = sums.requests;
+        drop(sums);
+        if off > 0 && matches!(self.target, Target::Tokens(_)) {
+            self.tell(&format!(
+                "request {number}, replica {}, {}: {} of {} tokens predicted, {} found",
+                replica + 1,
+                found.backend,
+                found.predicted,
+                found.prompt,
+                found.cached
+            ));
+        }
+    }
+
+    /// Tells the first misses and failures, to look them up in the logs.
+    fn tell(&self, what: &str) {
+        if self.told.get() < TOLD_MAX {
+            self.told.set(self.told.get() + 1);
+            eprintln!("  {what}");
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! Whether predictions come true at real engines: three replicas before engines that somebody has
+//! (vLLM on a CPU will do), and for each way of knowing a cache a load of chats that need five times
+//! its size. Of every request the predicted tokens stand beside the engine's own `cached_tokens`.
+//!
+//! Not part of `cargo test`: it needs engines. See docs/guide/engines.md.
+
+mod chats;
+mod engines;
+mod load;
+
+use std::cell::{Cell, RefCell};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::{Context as _, ensure};
+use http::Method;
+use node::json_client::JsonClient;
+use serde::Serialize;
+use serde_json::json;
+use tokio::time::sleep;
+
+use crate::processes::{ClusterOptions, ProcessCluster, until};
+use chats::Chats;
+use engines::{Engine, EngineFacts, Starter};
+use load::{Load, Target};
+
+/// Longest wait for one answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
+/// How many times the caches hold what the chats need.
+const PRESSURE: u64 = 5;
+/// How far a prediction by characters may be off, in hundredths of the prompt.
+const NEAR_PERCENT: u64 = 10;
+/// How long a replica stays dead.
+const DEAD: Duration = Duration::from_secs(2);
+
+/// What is tried, and where.
+#[derive(Debug, Clone)]
+pub struct LiveOptions {
+    /// Where the engines are.
+    pub engines: Vec<SocketAddr>,
+    /// A line for the shell that starts engine `$N`; `None`: they run already.
+    pub start: Option<String>,
+    /// Where started engines write.
+    pub logs: PathBuf,
+    /// The model's `tokenizer.json`; `None`: what needs it is left out.
+    pub tokenizer: Option<PathBuf>,
+    /// Answers of each row.
+    pub requests: u64,
+    /// Only rows whose name contains this.
+    pub only: Option<String>,
+}
+
+/// How the replicas know what engines hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Knowledge {
+    Events,
+    Leases,
+}
+
+/// How the replicas make tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Tokens {
+    File,
+    Engine,
+    Characters,
+}
+
+/// One row of the table.
+#[derive(Debug, Clone, Copy)]
+struct Row {
+    name: &'static str,
+    knowledge: Knowledge,
+    tokens: Tokens,
+    /// Requests at once.
+    lanes: usize,
+    /// Whether all engines serve, or the first alone.
+    has_all_engines: bool,
+    has_faults: bool,
+    /// What share must be right, in ten thousandths.
+    goal: u64,
+}
+
+const ROWS: [Row; 6] = [
+    row("precise, 3 at once", Tokens::File, 3, 10_000),
+    Row {
+        has_faults: true,
+        has_all_engines: true,
+        ..row("precise, 3 at once, faults", Tokens::File, 3, 9_990)
+    },
+    Row {
+        has_all_engines: true,
+        ..row("precise, 12 at once", Tokens::File, 12, 9_950)
+    },
+    Row {
+        knowledge: Knowledge::Leases,
+        ..row("leases, huggingface", Tokens::File, 3, 9_500)
+    },
+    Row {
+        knowledge: Knowledge::Leases,
+        ..row("leases, engine", Tokens::Engine, 3, 9_500)
+    },
+    Row {
+        knowledge: Knowledge::Leases,
+        ..row("leases, character", Tokens::Characters, 3, 9_900)
+    },
+];
+
+const fn row(name: &'static str, tokens: Tokens, lanes: usize, goal: u64) -> Row {
+    Row {
+        name,
+        knowledge: Knowledge::Events,
+        tokens,
+        lanes,
+        has_all_engines: false,
+        has_faults: false,
+        goal,
+    }
+}
+
+/// What came of a row.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct RowReport {
+    /// Its name.
+    pub name: &'static str,
+    /// Engines that served it.
+    pub engines: usize,
+    /// Answers that were compared.
+    pub requests: u64,
+    /// Requests without an answer: a replica or engine was down.
+    pub failed: u64,
+    /// Predictions that were right to the token.
+    pub equal: u64,
+    /// Predictions within a tenth of the prompt.
+    pub near: u64,
+    /// Predictions above and below what was found.
+    pub off: [u64; 2],
+    /// Prompt tokens.
+    pub prompt_tokens: u64,
+    /// Of these, found in caches.
+    pub cached_tokens: u64,
+    /// Of these, predicted wrongly, one way or the other.
+    pub wrong_tokens: u64,
+    /// Faults that were done.
+    pub faults: Vec<String>,
+    /// What must have been right, in ten thousandths; of characters what must have been near.
+    pub goal: u64,
+    /// Whether it was.
+    pub is_met: bool,
+    /// Seconds of load.
+    pub took_s: f64,
+}
+
+/// Runs the rows, one after the other.
+///
+/// # Errors
+/// When engines or replicas do not start.
+pub async fn run(
+    options: &LiveOptions,
+    mut told: impl FnMut(&RowReport),
+) -> anyhow::Result<Vec<RowReport>> {
+    let http = JsonClient::new(ANSWER_TIMEOUT);
+    let starter = Starter {
+        command: options.start.as_deref(),
+        logs: &options.logs,
+        http: &http,
+    };
+    let rows: Vec<&Row> = ROWS.iter().filter(|row| is_wanted(row, options)).collect();
+    let needs_all = rows.iter().any(|row| row.has_all_engines);
+    let count = if needs_all { options.engines.len() } else { 1 };
+    let mut engines = Vec::new();
+    for (number, address) in options.engines.iter().take(count).enumerate() {
+        engines.push(Engine::take(starter, number, *address).await?);
+    }
+    for engine in &engines {
+        engine.wait_healthy(&http).await?;
+    }
+    ensure!(!engines.is_empty(), "no --engine");
+    let facts = engines[0].facts(&http).await?;
+    let words = engines[0].words(&http, &facts.model).await?;
+    let mut reports = Vec::new();
+    for row in rows {
+        let serving = if row.has_all_engines {
+            engines.len()
+        } else {
+            1
+        };
+        let scene = Scene {
+            row,
+            options,
+            starter,
+            facts: &facts,
+            words: &words,
+        };
+        let report = scene
+            .play(&mut engines[..serving])
+            .await
+            .context(row.name)?;
+        told(&report);
+        reports.push(report);
+    }
+    Ok(reports)
+}
+
+fn is_wanted(row: &Row, options: &LiveOptions) -> bool {
+    let is_named = options
+        .only
+        .as_ref()
+        .is_none_or(|only| row.name.contains(only));
+    let needs_file = row.tokens == Tokens::File && row.knowledge == Knowledge::Leases;
+    is_named && (!needs_file || options.tokenizer.is_some())
+}
+
+/// One row and what it is played with.
+struct Scene<'a> {
+    row: &'a Row,
+    options: &'a LiveOptions,
+    starter: Starter<'a>,
+    facts: &'a EngineFacts,
+    words: &'a [u64],
+}
+
+impl Scene<'_> {
+    async fn play(&self, engines: &mut [Engine]) -> anyhow::Result<RowReport> {
+        let (row, http) = (self.row, self.starter.http);
+        for engine in engines.iter() {
+            engine.reset(http, &self.facts.model).await?;
+        }
+        let mut cluster = self.start_cluster(engines).await?;
+        for replica in 0..cluster.replicas() {
+            self.wait_known(&cluster, replica).await?;
+        }
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
+        let room = self.facts.blocks * self.facts.block * engines.len() as u64;
+        let seed = since.as_secs();
+        let chats = Chats::new(&self.facts.model, self.words, PRESSURE * room, seed);
+        let urls = (0..cluster.replicas()).map(|number| cluster.data_url(number).to_owned());
+        let target = match row.tokens {
+            Tokens::Characters => Target::Share,
+            Tokens::File | Tokens::Engine => Target::Tokens(self.facts.block),
+        };
+        let load = Load::new(http, urls.collect(), chats, target, (room, seed));
+        let begin = Instant::now();
+        let faults = RefCell::new(Vec::new());
+        let under_load = load.run(row.lanes, self.options.requests);
+        if row.has_faults {
+            let disturbed = self.disturb(&load, &mut cluster, engines, &faults);
+            tokio::try_join!(under_load, disturbed)?;
+        } else {
+            under_load.await?;
+        }
+        let mut report = load.report();
+        report.took_s = begin.elapsed().as_secs_f64();
+        report.name = row.name;
+        report.engines = engines.len();
+        report.faults = faults.into_inner();
+        report.goal = row.goal;
+        let right = if row.tokens == Tokens::Characters {
+            report.near
+        } else {
+            report.equal
+        };
+        report.is_met = right * 10_000 >= report.requests * row.goal && report.requests > 0;
+        cluster.stop();
+        Ok(report)
+    }
+
+    /// Waits until a replica cuts prompts as the engines do, and knows what each engine holds.
+    async fn wait_known(&self, cluster: &ProcessCluster, replica: usize) -> anyhow::Result<()> {
+        let Row {
+            knowledge, tokens, ..
+        } = *self.row;
+        let body = json!({ "model": self.facts.model, "prompt": "a word" });
+        let asked = json!({ "path": "/v1/completions", "headers": {}, "body": body });
+        let url = cluster.admin_url(replica, "/admin/v1/explain");
+        until("every engine is known", async || {
+            let explained = cluster.operator().call(Method::POST, &url, Some(&asked));
+            let is_cut_alike = explained.await?["tokens_per_block"] == self.facts.block;
+            let backends = cluster.ask(replica, "/admin/v1/backends").await?;
+            let mut list = backends["backends"]
+                .as_array()
+                .context("no backends")?
+                .iter();
+            let is_read = list.all(|it| it["ownership"]["mode"] == "exact");
+            Ok((is_cut_alike || tokens == Tokens::Characters)
+                && (is_read || knowledge == Knowledge::Leases))
+        })
+        .await
+    }
+
+    async fn start_cluster(&self, engines: &[Engine]) -> anyhow::Result<ProcessCluster> {
+        let tokenizer = match (self.row.tokens, &self.options.tokenizer) {
+            (Tokens::File, Some(file)) => format!("huggingface:{}", absolute(file)?.display()),
+            (Tokens::Engine, _) | (Tokens::File, None) => "engine".to_owned(),
+            (Tokens::Characters, _) => "character".to_owned(),
+        };
+        let config = format!("[[models]]\nname = \"*\"\ntokenizer = {tokenizer:?}\n");
+        let addresses: Vec<SocketAddr> = engines.iter().map(|it| it.address).collect();
+        let backend_config = match self.row.knowledge {
+            Knowledge::Events => "kv_events = \"auto\"",
+            Knowledge::Leases => "",
+        };
+        // Options are constants everywhere else; what is made here lives as long as the program.
+        ProcessCluster::start(ClusterOptions {
+            is_secure: false,
+            engines: 0,
+            outside_engines: Vec::leak(addresses),
+            config: String::leak(config),
+            backend_config,
+            ..ClusterOptions::default()
+        })
+        .await
+    }
+
+    /// Disturbs the load, one thing after the other, until it is over.
+    async fn disturb(
+        &self,
+        load: &Load<'_>,
+        cluster: &mut ProcessCluster,
+        engines: &mut [Engine],
+        faults: &RefCell<Vec<String>>,
+    ) -> anyhow::Result<()> {
+        let (goal, turn) = (self.options.requests, Cell::new(0_u64));
+        let note = |what: String| {
+            faults
+                .borrow_mut()
+                .push(format!("{} at {}", what, load.ended()))
+        };
+        // The first third, so that the caches are full; then a fault each tenth.
+        while load.wait_for(goal / 3 + turn.get() * goal / 10).await {
+            let number = turn.get();
+            turn.set(number + 1);
+            let engine = usize::try_from(number)? % engines.len();
+            match number % 3 {
+                0 => {
+                    let reader = reader_of(cluster, engine).await?;
+                    note(format!("reader {} killed", reader + 1));
+                    load.set_up(reader, false);
+                    cluster.kill(reader)?;
+                    sleep(DEAD).await;
+                    cluster.restart(&[reader]).await?;
+                    load.set_up(reader, true);
+                }
+                1 => {
+                    let idle = load.pause().await;
+                    let is_reset = engines[engine]
+                        .reset(self.starter.http, &self.facts.model)
+                        .await?;
+                    drop(idle);
+                    note(format!(
+                        "cache {engine} {}",
+                        if is_reset { "reset" } else { "cannot be reset" }
+                    ));
+                }
+                _ if engines[engine].is_ours() => {
+                    note(format!("engine {engine} restarted"));
+                    engines[engine].restart(self.starter).await?;
+                }
+                _ => note(format!("engine {engine} is not ours to restart")),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn absolute(file: &Path) -> anyhow::Result<PathBuf> {
+    file.canonicalize()
+        .with_context(|| format!("find {}", file.display()))
+}
+
+/// Which replica reads an engine's events.
+async fn reader_of(cluster: &ProcessCluster, engine: usize) -> anyhow::Result<usize> {
+    let backends = cluster.ask(0, "/admin/v1/backends").await?;
+    let reader = backends["backends"][engine]["ownership"]["reader"].as_u64();
+    let reader = reader
+        .filter(|id| *id > 0)
+        .context("nobody reads the engine's events")?;
+    Ok(usize::try_from(reader - 1)?)
+}
