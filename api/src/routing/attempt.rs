@@ -35,7 +35,7 @@ use super::outbox::{ChargeCommit, Outbox};
 use super::priced::LargestRequest;
 use super::prompt_size::PromptSize;
 use super::record::DecisionRecord;
-use super::reply::ReplyChain;
+use super::reply::{ReplyChain, ReplyEnd};
 use super::samples::AttemptTimer;
 use super::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
 use crate::backends::{AnswerForm, HalfOpenProbe};
@@ -390,9 +390,12 @@ impl Attempt {
                 .report_no_answer(open.backend, user, now);
         }
         let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
+        let reply_end = ReplyEnd {
+            is_whole: end == AttemptEnd::Finished,
+            tokens: open.made_tokens(),
+        };
         let release = move |reply: Option<ReplyChain>| {
-            let blocks =
-                reply.map_or_else(Vec::new, |reply| reply.finish(end == AttemptEnd::Finished));
+            let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(reply_end));
             dispatcher.outbox.with(|outbox| {
                 outbox.extend(id, blocks);
                 outbox.release(id, outcome);
@@ -521,6 +524,12 @@ impl OpenAttempt {
             usage.completion_tokens = self.hidden_output(dispatcher, end, now);
         }
         usage
+    }
+
+    /// Tokens of the answer, where the engine's count covers all of it.
+    fn made_tokens(&self) -> Option<u64> {
+        let usage = self.usage.filter(|_| self.unreported_bytes == 0)?;
+        Some(usage.completion_tokens).filter(|tokens| *tokens > 0)
     }
 
     /// Output that was made and did not show, by the time it took. Where an engine failed it may

@@ -68,14 +68,22 @@ impl ReplyChain {
         }
     }
 
-    /// The blocks completed. `is_whole`: the answer came to its end, and what follows an answer in
-    /// the next turn's prompt follows here.
-    pub(super) fn finish(self, is_whole: bool) -> Vec<BlockHash> {
+    /// The blocks completed.
+    pub(super) fn finish(self, end: ReplyEnd) -> Vec<BlockHash> {
         match self {
-            Self::Bytes(chain) => chain.finish(is_whole),
-            Self::Tokens(chain) => chain.finish(is_whole),
+            Self::Bytes(chain) => chain.finish(end.is_whole),
+            Self::Tokens(chain) => chain.finish(end),
         }
     }
+}
+
+/// How an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ReplyEnd {
+    /// It came to its end, and what follows an answer in the next turn's prompt follows here.
+    pub(super) is_whole: bool,
+    /// Its tokens by the engine's count; `None`: it told none.
+    pub(super) tokens: Option<u64>,
 }
 
 /// A chain of blocks of token ids.
@@ -102,11 +110,18 @@ impl TokenChain {
         }
     }
 
-    fn finish(mut self, is_whole: bool) -> Vec<BlockHash> {
+    fn finish(mut self, end: ReplyEnd) -> Vec<BlockHash> {
         let mut blocks = Vec::new();
         let text = self.text.take().filter(|text| !text.is_empty());
-        let ids = text.and_then(|text| self.seam.continuation(&text, is_whole));
-        let Some(ids) = ids else { return blocks };
+        let ids = text.and_then(|text| self.seam.continuation(&text, end.is_whole));
+        let Some(mut ids) = ids else { return blocks };
+        // An engine computes a token when it makes the next one, so never the last one: of an answer
+        // that was cut at its length a token of the text, else the one that ended it.
+        let made = end
+            .tokens
+            .map(|tokens| usize::try_from(tokens).unwrap_or(usize::MAX));
+        let computed = made.unwrap_or(ids.len()).saturating_sub(1);
+        ids.truncate(computed);
         self.rest.extend(ids);
         let block_size = self.block_size as usize;
         prefix::continue_tokens(&self.root, self.last, &self.rest, block_size, &mut blocks);
@@ -193,6 +208,11 @@ mod tests {
     use crate::routing::OutboxSettings;
     use crate::routing::fixture::{Log, Port, router};
 
+    const WHOLE: ReplyEnd = ReplyEnd {
+        is_whole: true,
+        tokens: None,
+    };
+
     fn chat(turns: &[(&str, &str)]) -> ParsedBody {
         let message = |(role, content): &(&str, &str)| json!({"role": role, "content": content});
         let messages: Vec<_> = turns.iter().map(message).collect();
@@ -227,7 +247,7 @@ mod tests {
             let mut known = first.chain.to_vec();
             let mut output = ReplyChain::of(&first).unwrap();
             parts.iter().for_each(|part| output.push(part));
-            known.extend(output.finish(true));
+            known.extend(output.finish(WHOLE));
             let mut text = vec![0; first.chain.len() * 16];
             text.extend(&first.tail.bytes);
             if !reply.is_empty() {
@@ -248,6 +268,6 @@ mod tests {
             panic!("{output:?}");
         };
         assert!(bytes.rest.is_empty());
-        assert_eq!(output.finish(true).len(), REPLY_BLOCKS_MAX);
+        assert_eq!(output.finish(WHOLE).len(), REPLY_BLOCKS_MAX);
     }
 }

@@ -118,6 +118,41 @@ fn an_answer_is_known_in_the_next_turn() {
     }
 }
 
+#[test]
+fn the_last_token_of_an_answer_is_not_computed() {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .build()
+        .unwrap();
+    let read =
+        |bench: &Bench, turns: &[(&str, &str)]| runtime.block_on(read(bench, CHAT, &chat(turns)));
+    let question = ("user", "How are you?");
+    for words in 1..10 {
+        let reply = "well and fine ".repeat(words).trim_end().to_owned();
+        for has_end in [false, true] {
+            let bench = bench(fixture("chatml"));
+            let first = read(&bench, &[question]);
+            let seam = first.identity.tail.seam.as_ref().unwrap();
+            let tokens = seam.continuation(&reply, true).unwrap().len();
+            let (_, mut attempt) = bench.start(&first.identity);
+            attempt.output(&reply, Instant::now());
+            // An answer that ends by itself ends in a token that does not show.
+            let made = (tokens + usize::from(has_end)) as u64;
+            let usage = Usage {
+                completion_tokens: made,
+                ..Usage::default()
+            };
+            attempt.usage(usage, Instant::now());
+            attempt.end(AttemptEnd::Finished, Instant::now());
+            bench.flush();
+            let turns = [question, ("assistant", &*reply), ("user", "Well, well.")];
+            let next = read(&bench, &turns);
+            let again = bench.decide(&next.identity, &[]).unwrap();
+            let computed = first.ids.len() as u64 + made - 1;
+            assert_eq!(u64::from(again.matched), computed / 4, "{tokens} {has_end}");
+        }
+    }
+}
+
 #[tokio::test]
 async fn what_has_no_tokens_is_identified_by_its_characters() {
     let bench = bench(fixture("mistral"));
