@@ -4,6 +4,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use chaos_tests::live::{self, LiveOptions, RowReport};
 use chaos_tests::terminal::{self, say, table};
@@ -28,6 +29,9 @@ struct LiveArgs {
     /// Answers of each row
     #[arg(long, value_name = "N", default_value_t = 500)]
     requests: u64,
+    /// Least time from an answer to the next turn of its chat, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 200)]
+    pause: u64,
     /// Only rows whose name contains this
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
@@ -54,6 +58,7 @@ async fn run(args: LiveArgs) -> anyhow::Result<ExitCode> {
         logs: args.logs,
         tokenizer: args.tokenizer,
         requests: args.requests,
+        pause: Duration::from_millis(args.pause),
         only: args.only,
     };
     let told = |row: &RowReport| {

@@ -1,5 +1,7 @@
 //! Chats that need several times the engines' caches, the next turns of some soon and of others late.
 
+use std::time::{Duration, Instant};
+
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
@@ -42,13 +44,20 @@ pub(super) struct Chats {
     /// Tells this run's texts from those of others.
     run: u64,
     messages: Vec<Vec<Value>>,
-    /// All that no request is under way for, the one that was answered last at the end.
-    idle: Vec<usize>,
+    /// All that no request is under way for, each with when it was answered; the last at the end.
+    idle: Vec<(Instant, usize)>,
+    /// Least time from an answer to the next turn.
+    pause: Duration,
 }
 
 impl Chats {
     /// Chats of `tokens` tokens in all.
-    pub(super) fn new(model: &str, answer_tokens: &[u64], tokens: u64, run: u64) -> Self {
+    pub(super) fn new(
+        model: &str,
+        answer_tokens: &[u64],
+        (tokens, run): (u64, u64),
+        pause: Duration,
+    ) -> Self {
         let count = usize::try_from(tokens / CHAT_TOKENS)
             .unwrap_or(usize::MAX)
             .max(16);
@@ -58,7 +67,8 @@ impl Chats {
             random: SmallRng::seed_from_u64(run),
             run,
             messages: vec![Vec::new(); count],
-            idle: (0..count).collect(),
+            idle: (0..count).map(|chat| (Instant::now(), chat)).collect(),
+            pause,
         }
     }
 
@@ -67,9 +77,12 @@ impl Chats {
     /// # Panics
     /// When every chat waits for an answer.
     pub(super) fn next(&mut self) -> Turn {
-        let back = self.random.random::<f64>().powi(3) * self.idle.len() as f64;
-        let place = self.idle.len() - 1 - (back as usize).min(self.idle.len() - 1);
-        let chat = self.idle.remove(place);
+        let now = Instant::now();
+        let ready = self.idle.partition_point(|(at, _)| *at + self.pause <= now);
+        let ready = ready.max(1);
+        let back = self.random.random::<f64>().powi(3) * ready as f64;
+        let place = ready - 1 - (back as usize).min(ready - 1);
+        let (_, chat) = self.idle.remove(place);
         if self.messages[chat].len() >= 2 * TURNS_MAX {
             self.messages[chat].clear();
         }
@@ -98,13 +111,13 @@ impl Chats {
     /// A chat was answered.
     pub(super) fn answered(&mut self, chat: usize, answer: &str) {
         self.messages[chat].push(json!({ "role": "assistant", "content": answer }));
-        self.idle.push(chat);
+        self.idle.push((Instant::now(), chat));
     }
 
     /// A turn got no answer: it will be another one.
     pub(super) fn failed(&mut self, chat: usize) {
         self.messages[chat].pop();
-        self.idle.push(chat);
+        self.idle.push((Instant::now(), chat));
     }
 }
 

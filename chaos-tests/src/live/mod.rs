@@ -47,6 +47,8 @@ pub struct LiveOptions {
     pub tokenizer: Option<PathBuf>,
     /// Answers of each row.
     pub requests: u64,
+    /// Least time from an answer to the next turn of its chat.
+    pub pause: Duration,
     /// Only rows whose name contains this.
     pub only: Option<String>,
 }
@@ -233,7 +235,8 @@ impl Scene<'_> {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?;
         let room = self.facts.blocks * self.facts.block * engines.len() as u64;
         let seed = since.as_secs();
-        let chats = Chats::new(&self.facts.model, self.words, PRESSURE * room, seed);
+        let size = (PRESSURE * room, seed);
+        let chats = Chats::new(&self.facts.model, self.words, size, self.options.pause);
         let urls = (0..cluster.replicas()).map(|number| cluster.data_url(number).to_owned());
         let target = match row.tokens {
             Tokens::Characters => Target::Share,
