@@ -35,7 +35,7 @@ use super::outbox::{ChargeCommit, Outbox};
 use super::priced::LargestRequest;
 use super::prompt_size::PromptSize;
 use super::record::DecisionRecord;
-use super::reply::{ReplyChain, ReplyEnd};
+use super::reply::ReplyChain;
 use super::samples::AttemptTimer;
 use super::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
 use crate::backends::{AnswerForm, HalfOpenProbe};
@@ -176,6 +176,7 @@ impl Dispatcher {
             outbox.acquire(id, backend, &identity.chain, held);
             (user, advance)
         });
+        self.hurry_for(backend);
         let is_touching = decision.touch.is_due(self.session, id);
         let open = OpenAttempt {
             backend,
@@ -389,17 +390,15 @@ impl Attempt {
                 .backends
                 .report_no_answer(open.backend, user, now);
         }
-        let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
-        let reply_end = ReplyEnd {
-            is_whole: end == AttemptEnd::Finished,
-            tokens: open.made_tokens(),
-        };
+        let (dispatcher, id, backend) = (Arc::clone(&self.dispatcher), self.id, open.backend);
+        let reply_end = open.reply_end(end);
         let release = move |reply: Option<ReplyChain>| {
             let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(reply_end));
             dispatcher.outbox.with(|outbox| {
                 outbox.extend(id, blocks);
                 outbox.release(id, outcome);
             });
+            dispatcher.hurry_for(backend);
         };
         match (reply, Handle::try_current()) {
             (Some(reply), Ok(runtime)) if reply.is_long() => {
@@ -524,12 +523,6 @@ impl OpenAttempt {
             usage.completion_tokens = self.hidden_output(dispatcher, end, now);
         }
         usage
-    }
-
-    /// Tokens of the answer, where the engine's count covers all of it.
-    fn made_tokens(&self) -> Option<u64> {
-        let usage = self.usage.filter(|_| self.unreported_bytes == 0)?;
-        Some(usage.completion_tokens).filter(|tokens| *tokens > 0)
     }
 
     /// Output that was made and did not show, by the time it took. Where an engine failed it may

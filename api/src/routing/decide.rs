@@ -238,6 +238,7 @@ impl Decider {
     ) {
         self.match_applied(matchable(ask), match_by, scratch);
         self.match_overlay(fleet, matchable(ask), scratch);
+        self.leave_out_evicted(fleet, matchable(ask), scratch);
     }
 
     /// Matches the prompt against what the log says.

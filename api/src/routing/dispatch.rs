@@ -11,7 +11,7 @@ use std::time::Duration;
 use state::StateView;
 use state::admission::AdmissionSettings;
 use state::command::{Charge, Item};
-use state::ids::{AttemptId, ModelKey, SessionId, UserKey};
+use state::ids::{AttemptId, BackendRef, ModelKey, SessionId, UserKey};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -152,6 +152,14 @@ impl Dispatcher {
         if settings.is_some_and(AdmissionSettings::wants_outputs) {
             let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
             self.lengths.add(user, model, tokens);
+        }
+    }
+
+    /// Tells the log soon what is queued, if it is for a backend of which the others know exactly
+    /// what it holds, and so would predict wrongly.
+    pub(super) fn hurry_for(&self, backend: BackendRef) {
+        if self.view.evictions().get(backend).is_some() {
+            self.outbox.hurry_on();
         }
     }
 

@@ -15,6 +15,7 @@ mod adapters;
 mod attempt;
 mod decide;
 mod dispatch;
+mod evictions;
 mod explain;
 mod filters;
 #[cfg(test)]

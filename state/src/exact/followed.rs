@@ -126,9 +126,21 @@ impl FollowedBackends {
         gone.is_some()
     }
 
-    /// Records that leases were released: blocks that they brought fade unless confirmed.
-    pub(crate) fn released(&mut self, slot: Slot, ownership: &Ownership, now_ms: u64) {
+    /// Records that a lease that ended at `tip` was released: blocks that it brought fade unless
+    /// confirmed. What its request made behind them is as old.
+    pub(crate) fn released(
+        &mut self,
+        slot: Slot,
+        tip: Option<BlockHash>,
+        ownership: &mut Ownership,
+        now_ms: u64,
+    ) {
         if let Some(followed) = self.followed.get_mut(&slot).filter(|it| it.is_shown) {
+            let trees = followed.ranks.values().map(|rank| &rank.tree);
+            let ends = trees.filter_map(|tree| Some(tree.ends_behind(tree.find_router(tip?)?)));
+            for end in ends.flatten() {
+                ownership.age_leaf(slot, end);
+            }
             let until_ms = now_ms.saturating_add(KV_CONFIRM_MS_MAX + FADING_STEP_MS - 1);
             let until_ms = until_ms - until_ms % FADING_STEP_MS;
             followed.fade_later(until_ms, ownership.epoch(slot));
@@ -149,6 +161,17 @@ impl FollowedBackends {
                 ownership.evict_released(*slot, epoch);
             }
         }
+    }
+
+    /// Iterates over the backends whose only rank's blocks are reported, with the number of physical
+    /// blocks that hold one. The ranks of others have caches of their own.
+    pub(crate) fn shown(&self) -> impl Iterator<Item = (BackendRef, u64)> {
+        let shown = self.followed.values();
+        let shown = shown.filter(|it| it.is_shown && it.ranks.len() == 1);
+        shown.map(|it| {
+            let held = it.ranks.values().map(|rank| rank.tree.copies());
+            (it.backend, held.sum())
+        })
     }
 
     /// Iterates over the conditions of all followed backends, by slot.

@@ -32,6 +32,7 @@
 //! the rank is cleared.
 
 mod entries;
+mod evictions;
 mod followed;
 mod image;
 mod status;
@@ -43,6 +44,8 @@ mod tests;
 
 use bincode::{Decode, Encode};
 
+pub(crate) use evictions::CacheFill;
+pub use evictions::{ComingEvictions, EvictionsView};
 pub(crate) use followed::FollowedBackends;
 pub(crate) use image::FollowedImage;
 pub use status::{KvCondition, KvMap, KvMode, KvRankStatus, KvReason, KvStatus};

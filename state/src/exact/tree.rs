@@ -22,6 +22,8 @@ pub(super) struct BlockTree {
     live: u32,
     /// Number of reported entries.
     reported: u32,
+    /// Number of physical blocks of all entries.
+    copies: u64,
     /// Wrapping sum of the entries' hashes.
     sum: u128,
     /// Slot and rank, which make these hashes specific to this tree.
@@ -52,6 +54,7 @@ impl BlockTree {
             len: 0,
             live: 0,
             reported: 0,
+            copies: 0,
             sum: 0,
             place: [slot_low, slot_high, rank_low, rank_high],
         }
@@ -77,6 +80,11 @@ impl BlockTree {
     /// Returns the number of reported entries.
     pub(super) fn reported(&self) -> u32 {
         self.reported
+    }
+
+    /// Returns the number of physical blocks that hold an entry.
+    pub(super) fn copies(&self) -> u64 {
+        self.copies
     }
 
     pub(super) fn sum(&self) -> u128 {
@@ -156,6 +164,7 @@ impl BlockTree {
         self.len += 1;
         self.live += u32::from(entry.copies > 0);
         self.reported += u32::from(entry.is_reported);
+        self.copies += u64::from(entry.copies);
         self.sum = self.sum.wrapping_add(self.hash(&entry));
     }
 
@@ -227,6 +236,35 @@ impl BlockTree {
         found
     }
 
+    /// Returns the blocks where what follows `top` ends, along rows without branches: of an answer
+    /// that follows a prompt there is one. Looks at the latest rows only.
+    pub(super) fn ends_behind(&self, top: u32) -> Vec<BlockHash> {
+        const ROWS_MAX: usize = 8;
+        const BLOCKS_MAX: usize = 64;
+        let mut ends = Vec::new();
+        let mut row = self.entries.get(top).first_child;
+        for _ in 0..ROWS_MAX {
+            let mut at = row;
+            for _ in 0..BLOCKS_MAX {
+                if at == NONE {
+                    break;
+                }
+                let entry = self.entries.get(at);
+                if entry.first_child == NONE {
+                    ends.push(entry.router);
+                    break;
+                }
+                let is_branch = self.entries.get(entry.first_child).next != NONE;
+                at = if is_branch { NONE } else { entry.first_child };
+            }
+            if row == NONE {
+                break;
+            }
+            row = self.entries.get(row).next;
+        }
+        ends
+    }
+
     pub(super) fn set_reported(&mut self, index: u32, is_reported: bool) {
         let was_reported = self.entries.get(index).is_reported;
         self.reported += u32::from(is_reported);
@@ -276,9 +314,14 @@ impl BlockTree {
     }
 
     fn change(&mut self, index: u32, change: impl FnOnce(&mut CachedBlock)) {
-        let before = self.hash(self.entries.get(index));
+        let (before, copies) = (
+            self.hash(self.entries.get(index)),
+            self.entries.get(index).copies,
+        );
         change(self.entries.get_mut(index));
         let after = self.hash(self.entries.get(index));
+        self.copies += u64::from(self.entries.get(index).copies);
+        self.copies -= u64::from(copies);
         self.sum = self.sum.wrapping_sub(before).wrapping_add(after);
     }
 
@@ -306,6 +349,7 @@ impl BlockTree {
         self.by_engine = RecordIndex::with_room(present.len());
         self.by_router = RecordIndex::with_room(present.len());
         (self.len, self.live, self.reported, self.sum) = (0, 0, 0, 0);
+        self.copies = 0;
         for &index in &present {
             let entry = *self.entries.get(index);
             let is_known = self.find(entry.engine).is_some();
@@ -352,8 +396,10 @@ impl BlockTree {
     /// entries are reported.
     pub(super) fn check(&self, is_shown: bool) -> Result<(), String> {
         let (mut len, mut live, mut reported, mut sum, mut links) = (0, 0, 0, 0_u128, 0);
+        let mut copies = 0;
         for (index, entry) in self.entries.iter() {
             len += 1;
+            copies += u64::from(entry.copies);
             live += u32::from(entry.copies > 0);
             reported += u32::from(entry.is_reported);
             sum = sum.wrapping_add(self.hash(entry));
@@ -374,8 +420,15 @@ impl BlockTree {
                 return Err(format!("{entry:?} is wrongly reported or not"));
             }
         }
-        let counts = (len, live, reported, sum, links);
-        let kept = (self.len, self.live, self.reported, self.sum, len);
+        let counts = (len, live, reported, sum, links, copies);
+        let kept = (
+            self.len,
+            self.live,
+            self.reported,
+            self.sum,
+            len,
+            self.copies,
+        );
         if counts != kept {
             return Err(format!("counts are {counts:?}, kept {kept:?}"));
         }

@@ -135,8 +135,9 @@ impl RouterState {
             LeaseOutcome::KeptUntouched => self.ownership.release_untouched(open.lease()),
             LeaseOutcome::Discarded => self.ownership.release(open.lease(), false),
         }
+        let (slot, now_ms) = (open.backend.slot, self.time.now_ms);
         self.exact
-            .released(open.backend.slot, &self.ownership, self.time.now_ms);
+            .released(slot, open.tip, &mut self.ownership, now_ms);
         true
     }
 

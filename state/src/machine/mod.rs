@@ -10,6 +10,7 @@ mod batch;
 mod caches;
 mod check;
 mod defaults;
+mod evictions;
 mod keys;
 mod leases;
 mod live;
@@ -223,6 +224,7 @@ impl RouterState {
         }
         self.publish_keys();
         self.publish_caches();
+        self.publish_evictions();
         self.publish_for_policies();
         self.publish_for_admission(is_cold_changed);
         self.publish_time();
@@ -393,8 +395,9 @@ impl RouterState {
         for lease in self.leases.close_replica(replica) {
             // The engines went on without the replica, so what they computed is cached.
             self.ownership.release(lease.lease(), true);
+            let (slot, now_ms) = (lease.backend.slot, self.time.now_ms);
             self.exact
-                .released(lease.backend.slot, &self.ownership, self.time.now_ms);
+                .released(slot, lease.tip, &mut self.ownership, now_ms);
         }
         self.users.close_replica(replica);
         self.close_waiting(replica);

@@ -11,7 +11,7 @@ use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends, BlockSizes};
 use crate::caches::CacheScopesView;
 use crate::command::UserDefaults;
-use crate::exact::{FollowedBackends, KvCondition};
+use crate::exact::{EvictionsView, FollowedBackends, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
 use crate::keys::KeysView;
@@ -49,6 +49,7 @@ pub struct StateView {
     grants: ArcSwap<GrantsView>,
     keys: ArcSwap<KeysView>,
     caches: ArcSwap<CacheScopesView>,
+    evictions: ArcSwap<EvictionsView>,
 }
 
 impl StateView {
@@ -69,6 +70,7 @@ impl StateView {
             grants: ArcSwap::default(),
             keys: ArcSwap::default(),
             caches: ArcSwap::default(),
+            evictions: ArcSwap::default(),
         }
     }
 
@@ -145,6 +147,13 @@ impl StateView {
     #[must_use]
     pub fn caches(&self) -> Guard<Arc<CacheScopesView>> {
         self.caches.load()
+    }
+
+    /// Returns what engines whose KV events are followed evict next, as of the applied index. Cheap;
+    /// meant for one decision, not to be kept.
+    #[must_use]
+    pub fn evictions(&self) -> Guard<Arc<EvictionsView>> {
+        self.evictions.load()
     }
 
     /// Returns a user's usage within the window; zero while no policy reads it.
@@ -251,6 +260,10 @@ impl StateView {
 
     pub(super) fn publish_caches(&self, caches: CacheScopesView) {
         self.caches.store(Arc::new(caches));
+    }
+
+    pub(super) fn publish_evictions(&self, evictions: EvictionsView) {
+        self.evictions.store(Arc::new(evictions));
     }
 
     pub(super) fn publish_keys(&self, keys: KeysView) {

@@ -25,6 +25,7 @@ use crate::ids::{BlockHash, Slot};
 use crate::ownership::arena::{Arena, BlockRecord, EPOCH_MAX, NO_RECORD};
 use crate::ownership::digest;
 use crate::ownership::index::RecordIndex;
+use crate::ownership::leaving::Leaving;
 use crate::view::ViewWriter;
 
 /// Number of blocks whose memory is prefetched together before they change.
@@ -58,6 +59,8 @@ pub(super) struct BackendBlocks {
     pub(super) owned: u32,
     /// Number of owned blocks that the engine reports.
     pub(super) reported: u32,
+    /// Reported leaves in the order in which the engine evicts them.
+    pub(super) leaving: Leaving,
 }
 
 /// Result of a walk along a chain.
@@ -80,6 +83,7 @@ impl BackendBlocks {
             evictable: BTreeSet::new(),
             owned: 0,
             reported: 0,
+            leaving: Leaving::default(),
         }
     }
 
@@ -380,6 +384,7 @@ impl BackendBlocks {
         self.owned -= 1;
         self.reported -= u32::from(record.reports > 0);
         self.arena.remove(index);
+        self.leaving.forget(index, record.parent);
         if record.parent != NO_RECORD {
             let parent = self.arena.get(record.parent);
             let epoch = parent.epoch.max(record.epoch);
@@ -462,19 +467,24 @@ impl BackendBlocks {
         leaves
     }
 
-    /// Adds a record to the evictable set if it is a free leaf.
+    /// Adds a record to the evictable set if it is a free leaf, and to those that the engine evicts
+    /// if it is a reported one.
     pub(super) fn settle(&mut self, index: u32) {
         let record = self.arena.get(index);
         if record.is_free_leaf() {
             self.evictable.insert(key(index, &record));
+        } else {
+            self.put_leaving(index, &record);
         }
     }
 
-    /// Removes a record from the evictable set, before it stops being a free leaf of this epoch.
+    /// Removes a record from these sets, before it stops being such a leaf of this epoch.
     pub(super) fn unsettle(&mut self, index: u32, record: &BlockRecord) {
         // New records are free leaves for a moment, but never in the set.
         if record.is_free_leaf() && record.epoch > 0 {
             self.evictable.remove(&key(index, record));
+        } else {
+            self.leaving.take(index, record);
         }
     }
 
@@ -512,6 +522,7 @@ impl BackendBlocks {
             .collect();
         carriers.sort_unstable();
         self.evictable.clear();
+        self.leaving.clear();
         self.epoch = carriers.len() as u64;
         for (epoch, (_, index)) in (1..).zip(carriers) {
             let record = self.arena.get(index);
@@ -524,7 +535,8 @@ impl BackendBlocks {
     pub(super) fn memory_bytes(&self) -> usize {
         // A B-tree of eight-byte keys: nodes of eleven, about two thirds full.
         let evictable = self.evictable.len() * 14;
-        size_of::<Self>() + self.arena.memory_bytes() + self.index.memory_bytes() + evictable
+        let sets = evictable + self.leaving.memory_bytes();
+        size_of::<Self>() + self.arena.memory_bytes() + self.index.memory_bytes() + sets
     }
 }
 

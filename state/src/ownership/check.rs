@@ -162,6 +162,9 @@ fn check_backend(backend: &BackendBlocks) -> Result<(), InvariantError> {
             format!("{slot}: {} evictable", backend.evictable.len()),
         );
     }
+    if let Err(detail) = backend.check_leaving() {
+        return broken("I118", format!("{slot}: {detail}"));
+    }
     if backend.capacity.is_some_and(|most| owned - reported > most) && free_leaves > 0 {
         let capacity = backend.capacity;
         return broken(

@@ -8,11 +8,13 @@
 //! Everything here is total: no sequence of calls, with any hashes, panics or breaks an invariant
 //! of [`Ownership::check`].
 
+mod aging;
 mod arena;
 mod backend;
 mod check;
 mod digest;
 pub(crate) mod index;
+mod leaving;
 mod reports;
 mod snapshot;
 

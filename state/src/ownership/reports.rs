@@ -84,6 +84,7 @@ impl BackendBlocks {
         self.unsettle(index, &record);
         self.arena.set(index, BlockRecord { reports, ..record });
         self.reported += u32::from(record.reports == 0);
+        self.settle(index);
         true
     }
 

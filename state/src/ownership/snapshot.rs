@@ -29,7 +29,7 @@ use crate::ownership::Ownership;
 use crate::ownership::arena::{
     BlockRecord, CHUNK_RECORDS, Chunk, EPOCH_MAX, NO_RECORD, RECORDS_MAX,
 };
-use crate::ownership::backend::{BackendBlocks, GROUP_BLOCKS, SharedIndex, key};
+use crate::ownership::backend::{BackendBlocks, GROUP_BLOCKS, SharedIndex};
 use crate::ownership::index::RecordIndex;
 
 const MAGIC: &[u8; 8] = b"QUOROWNS";
@@ -198,8 +198,8 @@ impl BackendBlocks {
                 if record.epoch == 0 {
                     return Err(format!("nothing holds block {}", record.hash));
                 }
-                self.evictable.insert(key(index, &record));
             }
+            self.settle(index);
         }
         self.owned = live.len() as u32;
         common.owned += live.len() as u64;

@@ -2,9 +2,11 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod evictions;
 mod pool;
 mod rig;
 mod scenes;
+mod under_way;
 
 use proptest::prelude::*;
 use rig::Rig;

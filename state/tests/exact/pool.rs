@@ -62,6 +62,10 @@ pub(crate) struct Engine {
     /// First message that can be replayed.
     pub(crate) oldest: usize,
     pub(crate) finished: Vec<usize>,
+    /// Blocks that each request found when it was first admitted.
+    pub(crate) hits: BTreeMap<usize, usize>,
+    /// Whether blocks that hold nothing findable are taken first (vLLM 0.24 and later).
+    pub(crate) takes_empty_first: bool,
     budget: usize,
 }
 
@@ -79,6 +83,8 @@ impl Engine {
             history: Vec::new(),
             oldest: 0,
             finished: Vec::new(),
+            hits: BTreeMap::new(),
+            takes_empty_first: false,
             budget,
         }
     }
@@ -179,6 +185,7 @@ impl Engine {
             }
             self.physical[block].references += 1;
         }
+        self.hits.entry(request.id).or_insert(hits.len());
         request.registered = hits.len();
         request.blocks = hits;
         self.running.push(request);
@@ -268,7 +275,10 @@ impl Engine {
     fn give_back(&mut self, request: &Running) {
         for &block in request.blocks.iter().rev() {
             self.physical[block].references -= 1;
-            if self.physical[block].references == 0 {
+            let it = &self.physical[block];
+            if it.references == 0 && it.hash.is_none() && self.takes_empty_first {
+                self.free.push_front(block);
+            } else if it.references == 0 {
                 self.free.push_back(block);
             }
         }

@@ -425,7 +425,7 @@ impl Rig {
 }
 
 /// An event in the form a reader reports it.
-fn said(event: &Event) -> KvEvent {
+pub(crate) fn said(event: &Event) -> KvEvent {
     match event {
         Event::Stored {
             parent,

@@ -10,18 +10,18 @@ use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
 use crate::common::{Driver, batch, restored, snapshot, spec};
 
 /// A backend whose engine names block `n` as `1000 + n`.
-struct Scene {
-    driver: Driver,
-    backend: BackendRef,
+pub(crate) struct Scene {
+    pub(crate) driver: Driver,
+    pub(crate) backend: BackendRef,
     /// Next sequence number, by rank.
     next_seq: [u64; 2],
 }
 
-fn hashes(names: &[u64]) -> Vec<BlockHash> {
+pub(crate) fn hashes(names: &[u64]) -> Vec<BlockHash> {
     names.iter().map(|name| BlockHash(*name)).collect()
 }
 
-fn stored(parent: Option<u64>, names: &[u64]) -> KvEvent {
+pub(crate) fn stored(parent: Option<u64>, names: &[u64]) -> KvEvent {
     let engine = |name: u64| EngineHash(1000 + name);
     KvEvent::Stored {
         parent: parent.map(engine),
@@ -32,7 +32,7 @@ fn stored(parent: Option<u64>, names: &[u64]) -> KvEvent {
     }
 }
 
-fn removed(names: &[u64]) -> KvEvent {
+pub(crate) fn removed(names: &[u64]) -> KvEvent {
     KvEvent::Removed {
         blocks: names.iter().map(|name| EngineHash(1000 + name)).collect(),
     }
@@ -59,13 +59,13 @@ impl Scene {
     }
 
     /// A scene whose reader has caught up with a run that has just begun.
-    fn followed(capacity: Option<u32>) -> Self {
+    pub(crate) fn followed(capacity: Option<u32>) -> Self {
         let mut scene = Self::new(capacity);
         scene.tell(0, KvNews::Current { seq: None });
         scene
     }
 
-    fn apply(&mut self, item: Item) -> u32 {
+    pub(crate) fn apply(&mut self, item: Item) -> u32 {
         let reply = self.driver.apply(1, batch(vec![item]));
         assert_eq!(self.driver.state.check(), Ok(()));
         // Replicas restored here continue alike.
@@ -76,6 +76,22 @@ impl Scene {
             Reply::Batch(reply) => reply.dropped + reply.missing_tip.len() as u32,
             other => panic!("{other:?}"),
         }
+    }
+
+    /// As [`Scene::apply`], without its checks, which take long.
+    pub(crate) fn note(&mut self, item: Item) {
+        self.driver.apply(1, batch(vec![item]));
+    }
+
+    /// As [`Scene::tell`] of rank 0, without its checks.
+    pub(crate) fn tell_quickly(&mut self, news: KvNews) {
+        let backend = self.backend;
+        self.note(Item::KvEvents(KvBatch {
+            backend,
+            rank: 0,
+            publisher: 1,
+            news,
+        }));
     }
 
     fn tell(&mut self, rank: u16, news: KvNews) -> u32 {
@@ -93,14 +109,14 @@ impl Scene {
     }
 
     /// Reports the next message of a rank, and that it is the newest.
-    fn hear(&mut self, rank: u16, events: Vec<KvEvent>) {
+    pub(crate) fn hear(&mut self, rank: u16, events: Vec<KvEvent>) {
         let seq = self.next_seq[usize::from(rank)];
         self.next_seq[usize::from(rank)] += 1;
         self.tell(rank, message(seq, false, events));
         self.tell(rank, KvNews::Current { seq: Some(seq) });
     }
 
-    fn acquire(&mut self, attempt: u32, new: &[u64]) {
+    pub(crate) fn acquire(&mut self, attempt: u32, new: &[u64]) {
         let (backend, new) = (self.backend, hashes(new));
         let missed = self.apply(Item::Acquire {
             attempt,
@@ -111,12 +127,12 @@ impl Scene {
         assert_eq!(missed, 0);
     }
 
-    fn release(&mut self, attempt: u32) -> u32 {
+    pub(crate) fn release(&mut self, attempt: u32) -> u32 {
         let outcome = LeaseOutcome::Kept;
         self.apply(Item::Release { attempt, outcome })
     }
 
-    fn owned(&self) -> Vec<u64> {
+    pub(crate) fn owned(&self) -> Vec<u64> {
         let view = self.driver.state.view();
         let owns = |name: &u64| view.blocks.owns(Slot(0), BlockHash(*name));
         (0..100).filter(owns).collect()

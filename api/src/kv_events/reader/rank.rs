@@ -298,6 +298,7 @@ impl RankReader {
                 self.fall_behind();
                 return;
             }
+            self.parts.outbox.hurry_on();
             self.pending.pop_front();
         }
     }

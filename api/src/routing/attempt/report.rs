@@ -7,9 +7,20 @@ use crate::routing::AttemptEnd;
 use crate::routing::dispatch::Dispatcher;
 use crate::routing::predictions::Prediction;
 use crate::routing::record::AttemptReport;
+use crate::routing::reply::ReplyEnd;
 use crate::routing::samples::{EndedRequest, RunningRequests};
 
 impl OpenAttempt {
+    /// How the answer ended. Its tokens are known where the engine's count covers all of it.
+    pub(super) fn reply_end(&self, end: AttemptEnd) -> ReplyEnd {
+        let usage = self.usage.filter(|_| self.unreported_bytes == 0);
+        let tokens = usage.map(|usage| usage.completion_tokens);
+        ReplyEnd {
+            is_whole: end == AttemptEnd::Finished,
+            tokens: tokens.filter(|tokens| *tokens > 0),
+        }
+    }
+
     /// Reads an answer that came to its end without a count of cached tokens: none, where answers
     /// of this form have told it before.
     pub(super) fn settle_cached(&mut self, dispatcher: &Dispatcher, end: AttemptEnd) {

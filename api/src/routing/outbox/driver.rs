@@ -16,6 +16,8 @@ use crate::ports::{Propose, ProposeError};
 
 /// First pause before an envelope is proposed again; each further one doubles.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
+/// The part of the flush interval that passes between two envelopes if something is urgent.
+const URGENT_PART: u32 = 4;
 /// Longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
@@ -23,6 +25,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 pub struct SharedOutbox {
     outbox: Mutex<Outbox>,
     full: Notify,
+    urgent: Notify,
 }
 
 /// What the driver counts.
@@ -39,6 +42,7 @@ impl SharedOutbox {
         Self {
             outbox: Mutex::new(outbox),
             full: Notify::new(),
+            urgent: Notify::new(),
         }
     }
 
@@ -74,6 +78,12 @@ impl SharedOutbox {
     /// Proposes what is queued at once, unless an envelope is outstanding.
     pub fn hurry(&self) {
         self.full.notify_one();
+    }
+
+    /// Proposes what is queued sooner than its time: what is queued changes what other replicas are
+    /// about to predict.
+    pub fn hurry_on(&self) {
+        self.urgent.notify_one();
     }
 
     /// The envelope to propose: the outstanding one again, else a new one; `None`: nothing waits.
@@ -166,12 +176,19 @@ impl OutboxDriver<'_> {
     async fn flush_on_time(&self) {
         let mut interval = tokio::time::interval(self.flush_interval);
         interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut flushed = Instant::now();
         loop {
+            let urgent = async {
+                self.outbox.urgent.notified().await;
+                tokio::time::sleep_until(flushed + self.flush_interval / URGENT_PART).await;
+            };
             tokio::select! {
                 biased;
                 () = self.outbox.full.notified() => {}
                 _ = interval.tick() => {}
+                () = urgent => {}
             }
+            flushed = Instant::now();
             if self.flush().await == FlushResult::Stopped {
                 return;
             }

@@ -82,7 +82,13 @@ type RunMap = HashMap<RunKey, Vec<BlockRun>, BuildHasherDefault<RunKeyHasher>>;
 pub struct Overlay {
     /// Runs pending; lets readers pass without the lock when there is none.
     count: AtomicUsize,
-    runs: RwLock<RunMap>,
+    runs: RwLock<PendingRuns>,
+}
+
+struct PendingRuns {
+    by_start: RunMap,
+    /// Blocks of the runs of each backend that has any.
+    blocks: HashMap<BackendRef, usize>,
 }
 
 /// Starts of runs there is room for from the beginning: growing would hold readers up.
@@ -90,10 +96,14 @@ const STARTS_EXPECTED: usize = 8192;
 
 impl Default for Overlay {
     fn default() -> Self {
-        let runs = RunMap::with_capacity_and_hasher(STARTS_EXPECTED, BuildHasherDefault::default());
+        let by_start =
+            RunMap::with_capacity_and_hasher(STARTS_EXPECTED, BuildHasherDefault::default());
         Self {
             count: AtomicUsize::new(0),
-            runs: RwLock::new(runs),
+            runs: RwLock::new(PendingRuns {
+                by_start,
+                blocks: HashMap::new(),
+            }),
         }
     }
 }
@@ -105,7 +115,9 @@ impl Overlay {
             return;
         };
         let mut runs = self.runs.write().unwrap_or_else(PoisonError::into_inner);
-        runs.entry(RunKey { backend, first })
+        *runs.blocks.entry(backend).or_default() += run.len();
+        runs.by_start
+            .entry(RunKey { backend, first })
             .or_default()
             .push(run.clone());
         self.count.fetch_add(1, Relaxed);
@@ -118,7 +130,8 @@ impl Overlay {
         };
         let mut runs = self.runs.write().unwrap_or_else(PoisonError::into_inner);
         let start = RunKey { backend, first };
-        let Some(same_start) = runs.get_mut(&start) else {
+        let PendingRuns { by_start, blocks } = &mut *runs;
+        let Some(same_start) = by_start.get_mut(&start) else {
             return;
         };
         let is_same =
@@ -126,9 +139,15 @@ impl Overlay {
         if let Some(at) = same_start.iter().position(is_same) {
             same_start.swap_remove(at);
             self.count.fetch_sub(1, Relaxed);
+            if let Some(pending) = blocks.get_mut(&backend) {
+                *pending -= run.len();
+                if *pending == 0 {
+                    blocks.remove(&backend);
+                }
+            }
         }
         if same_start.is_empty() {
-            runs.remove(&start);
+            by_start.remove(&start);
         }
     }
 
@@ -146,7 +165,7 @@ impl Overlay {
         for (backend, matched) in matches {
             let mut at = *matched as usize;
             while let Some(&first) = chain.get(at) {
-                let Some(same_start) = runs.get(&RunKey { backend, first }) else {
+                let Some(same_start) = runs.by_start.get(&RunKey { backend, first }) else {
                     break;
                 };
                 let common = |run: &BlockRun| {
@@ -159,6 +178,31 @@ impl Overlay {
             }
             *matched = u32::try_from(at).unwrap_or(u32::MAX);
         }
+    }
+
+    /// Blocks on their way to `backend`.
+    #[must_use]
+    pub fn blocks(&self, backend: BackendRef) -> usize {
+        if self.is_empty() {
+            return 0;
+        }
+        let runs = self.runs.read().unwrap_or_else(PoisonError::into_inner);
+        runs.blocks.get(&backend).copied().unwrap_or(0)
+    }
+
+    /// Whether something on its way to `backend` follows `block`. Looks at all that is pending.
+    #[must_use]
+    pub fn uses(&self, backend: BackendRef, block: BlockHash) -> bool {
+        if self.is_empty() {
+            return false;
+        }
+        let runs = self.runs.read().unwrap_or_else(PoisonError::into_inner);
+        let mut of_backend = runs
+            .by_start
+            .iter()
+            .filter(|(start, _)| start.backend == backend)
+            .flat_map(|(_, runs)| runs);
+        of_backend.any(|run| run.chain[..run.part.start].contains(&block))
     }
 
     /// Whether nothing is pending.
@@ -232,6 +276,21 @@ mod tests {
     }
 
     #[test]
+    fn blocks_on_their_way_are_counted_and_what_they_follow_is_used() {
+        let overlay = Overlay::default();
+        let pending = BlockRun::new(chain(&[1, 2, 3, 4]), 2..4);
+        overlay.add(A, &pending);
+        overlay.add(A, &run(&[7]));
+        assert_eq!((overlay.blocks(A), overlay.blocks(B)), (3, 0));
+        let used = |block| overlay.uses(A, BlockHash(block));
+        assert_eq!([1, 2, 3, 7].map(used), [true, true, false, false]);
+        assert!(!overlay.uses(B, BlockHash(1)));
+        overlay.remove(A, &pending);
+        assert_eq!(overlay.blocks(A), 1);
+        assert!(!overlay.uses(A, BlockHash(1)));
+    }
+
+    #[test]
     fn each_addition_is_removed_once() {
         let overlay = Overlay::default();
         let (long, short) = (run(&[1, 2, 3]), run(&[1, 2]));
@@ -244,7 +303,7 @@ mod tests {
         assert_eq!(extended(&overlay, A, &[1, 2, 3], 0), 2);
         overlay.remove(A, &short);
         assert!(overlay.is_empty());
-        assert!(overlay.runs.read().unwrap().is_empty());
+        assert!(overlay.runs.read().unwrap().by_start.is_empty());
         overlay.add(A, &run(&[]));
         assert!(overlay.is_empty());
     }

@@ -1,0 +1,28 @@
+//! What engines evict for the requests before this one, which its prediction leaves out.
+
+use state::ids::BlockHash;
+
+use super::decide::Decider;
+use super::fleet::{DecisionScratch, RoutingTable};
+
+impl Decider {
+    /// Takes the blocks off the matches that requests under way will push out before this one is
+    /// scheduled; only of backends whose engines tell what they hold.
+    pub(super) fn leave_out_evicted(
+        &self,
+        fleet: &RoutingTable,
+        chain: &[BlockHash],
+        scratch: &mut DecisionScratch,
+    ) {
+        let evictions = self.view.evictions();
+        for (candidate, at) in scratch.candidates.iter_mut().zip(&scratch.places) {
+            let backend = fleet.registry.backends[*at].handle;
+            let Some(coming) = evictions.get(backend).filter(|_| candidate.matched > 0) else {
+                continue;
+            };
+            let under_way = (candidate.running, self.overlay.blocks(backend));
+            let is_used = |block| self.overlay.uses(backend, block);
+            candidate.matched = coming.left(chain, candidate.matched, under_way, is_used);
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! Publishing what engines evict next, see [`crate::exact::EvictionsView`].
+
+use std::sync::Arc;
+
+use super::RouterState;
+use crate::exact::{CacheFill, ComingEvictions, EvictionsView};
+use crate::ids::{BackendRef, Slot};
+
+impl RouterState {
+    /// Publishes what engines evict next, of those for which it may have changed.
+    pub(super) fn publish_evictions(&mut self) {
+        let known = self.view.evictions();
+        let mut has_changed = false;
+        let mut next = Vec::with_capacity(known.0.len());
+        for (backend, held) in self.exact.shown() {
+            let Some(fill) = self.cache_fill(backend.slot, held) else {
+                continue;
+            };
+            match known.get(backend).filter(|it| it.is_of(backend, fill)) {
+                Some(same) => next.push(Arc::clone(same)),
+                None => {
+                    has_changed = true;
+                    next.push(Arc::new(self.coming_evictions(backend, fill)));
+                }
+            }
+        }
+        if has_changed || next.len() != known.0.len() {
+            self.view.publish_evictions(EvictionsView(next));
+        }
+    }
+
+    fn coming_evictions(&self, backend: BackendRef, fill: CacheFill) -> ComingEvictions {
+        let blocks = self.ownership.next_leaving(backend.slot, fill.listed());
+        ComingEvictions::new(backend, fill, blocks)
+    }
+
+    /// Returns how full the cache of the engine in `slot` is; `None` if it does not tell its size.
+    fn cache_fill(&self, slot: Slot, held: u64) -> Option<CacheFill> {
+        let capacity = self.backends.in_slot(slot)?.facts.capacity_blocks?;
+        Some(CacheFill {
+            stamp: self.ownership.stamp(slot),
+            held,
+            unreported: self.ownership.unreported(slot),
+            capacity,
+        })
+    }
+}

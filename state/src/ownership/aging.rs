@@ -1,0 +1,142 @@
+//! Which blocks an engine evicts next, see [`leaving`](super::leaving).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::ids::{BlockHash, Slot};
+use crate::ownership::Ownership;
+use crate::ownership::arena::{BlockRecord, NO_RECORD};
+use crate::ownership::backend::BackendBlocks;
+use crate::ownership::leaving::{is_leaf, key, record_of};
+
+/// Blocks without an age that are climbed over at most, to find one.
+const CLIMB_MAX: usize = 64;
+/// Releases during which the events of a request may come that has ended.
+const LATE_MAX: u64 = 8;
+
+impl BackendBlocks {
+    /// Puts a record into the order if it belongs there.
+    pub(super) fn put_leaving(&mut self, index: u32, record: &BlockRecord) {
+        if !is_leaf(record) {
+            return;
+        }
+        let mut age = self.leaving.age(index, record);
+        if age == 0 {
+            let Some(taken) = self.age_of_stored(record) else {
+                return;
+            };
+            age = taken.max(1);
+            self.leaving.raise(index, age);
+        }
+        self.leaving.order.insert(key(index, age));
+    }
+
+    /// Returns the age of a record that has none yet; `None` if a lease ends before it, whose request
+    /// may have made it. If that has just been released, the record is as old; all else counts as
+    /// released when the engine stored it.
+    fn age_of_stored(&self, record: &BlockRecord) -> Option<u64> {
+        let mut at = record.parent;
+        for _ in 0..CLIMB_MAX {
+            if at == NO_RECORD {
+                break;
+            }
+            let above = self.arena.get(at);
+            if above.leases > 0 {
+                return None;
+            }
+            let age = self.leaving.age(at, &above);
+            if age + LATE_MAX > self.epoch {
+                return Some(age);
+            }
+            if age > 0 {
+                break;
+            }
+            at = above.parent;
+        }
+        Some(self.epoch)
+    }
+
+    /// Returns up to `most` reported blocks in the order in which they leave.
+    fn next_leaving(&self, most: usize) -> Vec<BlockHash> {
+        let mut next = Vec::with_capacity(most.min(self.reported as usize));
+        // Parents: how many of their children have left, and the highest age among these.
+        let mut left = BTreeMap::<u32, (u32, u64)>::new();
+        let mut bared = BTreeSet::<u64>::new();
+        let mut leaves = self.leaving.order.iter().copied().peekable();
+        while next.len() < most {
+            let first = match (leaves.peek(), bared.first()) {
+                (Some(leaf), Some(parent)) if parent < leaf => bared.pop_first(),
+                (None, _) => bared.pop_first(),
+                (Some(_), _) => leaves.next(),
+            };
+            let Some(first) = first else { break };
+            let record = self.arena.get(record_of(first));
+            next.push(record.hash);
+            if record.parent == NO_RECORD {
+                continue;
+            }
+            let parent = self.arena.get(record.parent);
+            let (gone, age) = left.entry(record.parent).or_default();
+            *gone += 1;
+            *age = (*age).max(first >> 24);
+            if *gone == parent.children && parent.leases == 0 && parent.reports > 0 {
+                let age = self.leaving.age(record.parent, &parent).max(*age);
+                bared.insert(key(record.parent, age));
+            }
+        }
+        next
+    }
+
+    /// Checks that the order has exactly the leaves that belong there.
+    pub(super) fn check_leaving(&self) -> Result<(), String> {
+        let mut count = 0;
+        for (index, record) in self.arena.live() {
+            let belongs = is_leaf(&record) && self.leaving.age(index, &record) > 0;
+            if belongs != (is_leaf(&record) && self.leaving.contains(index, &record)) {
+                return Err(format!("{record:?} leaving: {}", !belongs));
+            }
+            count += usize::from(belongs);
+        }
+        if count != self.leaving.len() {
+            return Err(format!("{count} leaves, {} leaving", self.leaving.len()));
+        }
+        Ok(())
+    }
+}
+
+impl Ownership {
+    /// Gives a reported leaf without an age the backend's latest one: the request that it belongs
+    /// to has ended.
+    pub(crate) fn age_leaf(&mut self, slot: Slot, block: BlockHash) {
+        let Some((backend, _)) = self.backend_mut(slot) else {
+            return;
+        };
+        let Some(index) = backend.find(block) else {
+            return;
+        };
+        let record = backend.arena.get(index);
+        if is_leaf(&record) && backend.leaving.age(index, &record) == 0 {
+            let age = backend.epoch.max(1);
+            backend.leaving.raise(index, age);
+            backend.put_leaving(index, &record);
+        }
+    }
+
+    /// Returns up to `most` blocks that `slot` reports, in the order in which its engine evicts
+    /// them, as far as known.
+    pub(crate) fn next_leaving(&self, slot: Slot, most: usize) -> Vec<BlockHash> {
+        let backend = self.backend(slot);
+        backend.map_or_else(Vec::new, |backend| backend.next_leaving(most))
+    }
+
+    /// Returns the number of blocks that `slot` owns because of leases alone.
+    pub(crate) fn unreported(&self, slot: Slot) -> u64 {
+        let backend = self.backend(slot);
+        backend.map_or(0, |backend| u64::from(backend.unreported()))
+    }
+
+    /// Returns a number that changes whenever the blocks of `slot` or their order may have.
+    pub(crate) fn stamp(&self, slot: Slot) -> u128 {
+        let backend = self.backend(slot);
+        backend.map_or(0, |it| it.sum.wrapping_add(u128::from(it.epoch)))
+    }
+}

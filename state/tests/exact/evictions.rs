@@ -1,0 +1,111 @@
+//! What an engine will evict for the requests under way, as scripts.
+
+use state::command::{EngineFacts, Item};
+use state::ids::BlockHash;
+
+use crate::scenes::{Scene, hashes, removed, stored};
+
+impl Scene {
+    /// The engine has so many blocks; one of them is no request's.
+    fn with_blocks(blocks: u32) -> Self {
+        let mut scene = Self::followed(None);
+        let facts = EngineFacts {
+            capacity_blocks: Some(blocks),
+            ..EngineFacts::default()
+        };
+        let backend = scene.backend;
+        scene.apply(Item::ObserveEngine { backend, facts });
+        scene
+    }
+
+    /// A request for these blocks comes, is computed and ends.
+    fn serve(&mut self, attempt: u32, names: &[u64]) {
+        self.acquire(attempt, names);
+        self.hear(0, vec![stored(None, names)]);
+        self.release(attempt);
+    }
+
+    /// How much is left of each chain, with so many requests under way and blocks on their way.
+    fn left<const N: usize>(&self, under_way: (u32, usize), chains: [&[u64]; N]) -> [u32; N] {
+        let view = self.driver.state.view();
+        let evictions = view.evictions();
+        let coming = evictions.get(self.backend).expect("its size is known");
+        let used = BlockHash(13);
+        chains.map(|names| {
+            let chain = hashes(names);
+            coming.left(&chain, chain.len() as u32, under_way, |block| block == used)
+        })
+    }
+}
+
+const A: &[u64] = &[1, 2, 3];
+const B: &[u64] = &[1, 2, 4];
+const C: &[u64] = &[11, 12];
+
+#[test]
+fn what_requests_under_way_push_out_is_known_before_it_goes() {
+    let mut scene = Scene::with_blocks(7);
+    scene.serve(1, A);
+    scene.acquire(2, B);
+    scene.hear(0, vec![stored(Some(2), &[4])]);
+    scene.release(2);
+    scene.serve(3, C);
+    // Six of six: each request takes one for its last, partial block.
+    assert_eq!(scene.left((0, 0), [A, B, C]), [3, 3, 2]);
+    assert_eq!(scene.left((1, 0), [A, B, C]), [2, 3, 2]);
+    // What is shared has the age of who used it last.
+    assert_eq!(scene.left((1, 1), [A, B, C]), [2, 2, 2]);
+    assert_eq!(scene.left((1, 3), [A, B, C]), [0, 0, 2]);
+    assert_eq!(scene.left((2, 9), [A, B, C]), [0, 0, 0]);
+    // A request of the log whose blocks the engine has not stored yet.
+    scene.acquire(4, &[21, 22]);
+    assert_eq!(scene.left((1, 0), [A, B, C]), [1, 1, 2]);
+    // Its events say the same, and then it is so.
+    let events = vec![removed(&[3, 4, 2]), stored(None, &[21, 22])];
+    scene.hear(0, events);
+    assert_eq!(scene.owned(), [1, 11, 12, 21, 22]);
+    assert_eq!(scene.left((1, 0), [C, &[1], &[21, 22]]), [2, 1, 2]);
+    // What a request uses does not go, others do.
+    assert_eq!(scene.left((3, 0), [C, &[1], &[21, 22]]), [1, 0, 2]);
+}
+
+#[test]
+fn used_blocks_stay_and_others_go_in_their_place() {
+    let mut scene = Scene::with_blocks(5);
+    scene.serve(1, &[13]);
+    scene.serve(2, &[14]);
+    scene.serve(3, &[15]);
+    scene.serve(4, &[16]);
+    let chains: [&[u64]; 4] = [&[13], &[14], &[15], &[16]];
+    assert_eq!(scene.left((2, 0), chains), [1, 0, 0, 1]);
+    scene.acquire(5, &[14]);
+    assert_eq!(scene.left((2, 0), chains), [1, 1, 0, 0]);
+}
+
+#[test]
+fn what_no_lease_brought_is_as_old_as_what_it_follows() {
+    let mut scene = Scene::with_blocks(8);
+    // An answer's blocks, stored while its request runs and after the router heard of its end.
+    scene.acquire(1, &[1, 2]);
+    scene.hear(0, vec![stored(None, &[1, 2])]);
+    scene.hear(0, vec![stored(Some(2), &[3])]);
+    scene.serve(2, C);
+    assert_eq!(scene.left((2, 0), [A, C]), [3, 2], "it runs, there is room");
+    assert_eq!(scene.left((3, 0), [A, C]), [3, 1], "the other one goes");
+    scene.release(1);
+    scene.hear(0, vec![stored(Some(3), &[4])]);
+    let whole: &[u64] = &[1, 2, 3, 4];
+    assert_eq!(scene.left((2, 0), [whole, C]), [4, 1], "it ended later");
+    // What came past the router counts as released when it was stored.
+    scene.hear(0, vec![stored(None, &[31])]);
+    assert_eq!(scene.left((2, 0), [whole, C, &[31]]), [4, 0, 1]);
+    assert_eq!(scene.left((7, 0), [whole, C, &[31]]), [0, 0, 0]);
+}
+
+#[test]
+fn nothing_is_foreseen_of_an_engine_that_does_not_tell_its_size() {
+    let mut scene = Scene::followed(Some(4));
+    scene.serve(1, A);
+    let view = scene.driver.state.view();
+    assert_eq!(view.evictions().get(scene.backend), None);
+}
