@@ -187,10 +187,6 @@ fn every_command(state: &RouterState) -> Vec<Command> {
     commands.extend(handles.iter().map(|handle| learnt(*handle)));
     commands.extend(PolicyConfig::defaults().into_iter().map(Command::PutPolicy));
     let name = || "b".to_owned();
-    let bob = |weight_milli| UserSpec {
-        name: "bob".to_owned(),
-        weight_milli,
-    };
     commands.extend([
         Command::SetDraining {
             name: name(),
@@ -227,6 +223,21 @@ fn every_command(state: &RouterState) -> Vec<Command> {
         Command::DeleteBackend { name: name() },
         learnt(handles[0]),
         Command::PaceTime,
+    ]);
+    commands.extend(user_commands(handles[0]));
+    commands
+}
+
+fn bob(weight_milli: u32) -> UserSpec {
+    UserSpec {
+        name: "bob".to_owned(),
+        weight_milli,
+    }
+}
+
+/// What operators say of users, with charges to them between.
+fn user_commands(backend: BackendRef) -> [Command; 8] {
+    [
         Command::SetUser {
             user: bob(500),
             limits: UserLimits::default(),
@@ -241,7 +252,7 @@ fn every_command(state: &RouterState) -> Vec<Command> {
             }),
             models: Some(vec!["m*".to_owned()]),
         })),
-        learnt(handles[0]),
+        learnt(backend),
         Command::SetCacheScope {
             user: Some("eve".to_owned()),
             scope: Some(CacheScope::Group("team".to_owned())),
@@ -258,15 +269,14 @@ fn every_command(state: &RouterState) -> Vec<Command> {
             },
             cache: CacheScope::Own,
         })),
-        learnt(handles[0]),
+        learnt(backend),
         Command::ForgiveUser {
             name: "bob".to_owned(),
         },
         Command::DeleteUser {
             name: "bob".to_owned(),
         },
-    ]);
-    commands
+    ]
 }
 
 /// What a flush brings: one item of every kind, at blocks and users of the sample and at others.
