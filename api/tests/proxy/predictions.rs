@@ -22,7 +22,12 @@ async fn talkative() -> Engine {
     Engine::answering(|request| {
         if request.contains(r#""stream":true"#) {
             let words = REPLY.split_inclusive(' ');
-            let words = words.map(|word| chunk(&delta(word, 1)));
+            // A token a word and a token a mark, as usage counts them on and on.
+            let mut made = 0;
+            let words = words.map(|word| {
+                made += 1 + u32::from(word.contains([',', ';', '?']));
+                chunk(&delta(word, made))
+            });
             let role = delta("", 0).replace(r#""content":"""#, r#""role":"assistant","content":"""#);
             let mut steps = vec![stream_head(), chunk(&role)];
             steps.extend(words);
