@@ -101,7 +101,7 @@ impl ComingEvictions {
     }
 }
 
-/// What engines evict next, of all backends whose KV events are followed.
+/// What engines evict next, of all backends whose KV events are followed, by slot.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EvictionsView(pub(crate) Vec<Arc<ComingEvictions>>);
 
@@ -109,6 +109,7 @@ impl EvictionsView {
     /// Returns what the engine of `backend` evicts next; `None`: nobody knows.
     #[must_use]
     pub fn get(&self, backend: BackendRef) -> Option<&Arc<ComingEvictions>> {
-        self.0.iter().find(|it| it.backend == backend)
+        let place = self.0.binary_search_by_key(&backend, |it| it.backend);
+        place.ok().map(|place| &self.0[place])
     }
 }
