@@ -238,7 +238,6 @@ impl Decider {
     ) {
         self.match_applied(matchable(ask), match_by, scratch);
         self.match_overlay(fleet, matchable(ask), scratch);
-        self.leave_out_evicted(fleet, matchable(ask), scratch);
     }
 
     /// Matches the prompt against what the log says.
@@ -267,7 +266,8 @@ impl Decider {
         });
     }
 
-    /// Goes on with what this replica has routed and the log does not say yet.
+    /// Goes on with what this replica has routed and the log does not say yet, and leaves out what
+    /// requests under way evict.
     pub(super) fn match_overlay(
         &self,
         fleet: &RoutingTable,
@@ -283,6 +283,7 @@ impl Decider {
             .iter_mut()
             .map(|candidate| &mut candidate.matched);
         self.overlay.extend(chain, handles.zip(matches));
+        self.leave_out_evicted(fleet, chain, scratch);
     }
 
     /// Adds the load of this replica and its peers.

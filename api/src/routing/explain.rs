@@ -156,7 +156,6 @@ impl Decider {
             backends[at].matched_applied = candidate.matched;
         }
         self.match_overlay(&fleet, matchable(ask), &mut scratch);
-        self.leave_out_evicted(&fleet, matchable(ask), &mut scratch);
         self.supplement(&fleet, &needs, &mut scratch);
         let mut request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));
         let choice = policy::choose(config, &request, &scratch.candidates);

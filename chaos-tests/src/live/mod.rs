@@ -327,7 +327,7 @@ impl Scene<'_> {
         let note = |what: String| {
             faults
                 .borrow_mut()
-                .push(format!("{} at {}", what, load.ended()))
+                .push(format!("{} at {}", what, load.ended()));
         };
         // The first third, so that the caches are full; then a fault each tenth.
         while load.wait_for(goal / 3 + turn.get() * goal / 10).await {

@@ -194,10 +194,8 @@ impl BackendBlocks {
         }
         for &index in &live {
             let record = self.arena.get(index);
-            if record.is_free_leaf() {
-                if record.epoch == 0 {
-                    return Err(format!("nothing holds block {}", record.hash));
-                }
+            if record.is_free_leaf() && record.epoch == 0 {
+                return Err(format!("nothing holds block {}", record.hash));
             }
             self.settle(index);
         }
