@@ -178,6 +178,20 @@ impl Replica {
 }
 
 fn cluster(count: usize, engines: &[EngineHandle], dir: &TempDir) -> Vec<Replica> {
+    cluster_with(count, engines, dir, |_| {})
+}
+
+/// A cluster of one.
+fn lone_replica(engines: &[EngineHandle], dir: &TempDir, set: impl FnMut(&mut Config)) -> Replica {
+    cluster_with(1, engines, dir, set).remove(0)
+}
+
+fn cluster_with(
+    count: usize,
+    engines: &[EngineHandle],
+    dir: &TempDir,
+    mut set: impl FnMut(&mut Config),
+) -> Vec<Replica> {
     let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
     let listen = ListenConfig {
         data: Parsed(any),
@@ -192,7 +206,11 @@ fn cluster(count: usize, engines: &[EngineHandle], dir: &TempDir) -> Vec<Replica
         .iter()
         .map(|bound| bound.addresses().unwrap().peer.to_string())
         .collect();
-    let start = |(nth, bound)| Replica::run(config(nth + 1, &peers, engines, dir.path()), bound);
+    let start = |(nth, bound)| {
+        let mut config = config(nth + 1, &peers, engines, dir.path());
+        set(&mut config);
+        Replica::run(config, bound)
+    };
     sockets.into_iter().enumerate().map(start).collect()
 }
 

@@ -29,29 +29,20 @@ pub(super) async fn exact_replica(
     block_size: u32,
     dir: &TempDir,
 ) -> (Replica, EngineHandle) {
-    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
     let mut options = publishing();
     options.shape.block_size = block_size;
     let engine = EmulatedEngine::start(options).await.unwrap();
-    let listen = ListenConfig {
-        data: Parsed(any),
-        admin: Parsed(any),
-        peer: Parsed(any),
-        advertise: None,
-    };
-    let sockets = BoundSockets::bind(&listen).unwrap();
-    let peer = sockets.addresses().unwrap().peer.to_string();
     let engines = [engine];
-    let mut config = config(1, &[peer], &engines, dir.path());
-    config.models = vec![ModelSettings {
-        name: "*".to_owned(),
-        tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
-        block_size: None,
-        pairs: Default::default(),
-    }];
-    config.backends[0].kv_events = engines[0].kv_events();
-    config.backends[0].kv_replay = engines[0].kv_replay();
-    let replica = Replica::run(config, sockets);
+    let replica = lone_replica(&engines, dir, |config| {
+        config.models = vec![ModelSettings {
+            name: "*".to_owned(),
+            tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
+            block_size: None,
+            pairs: Default::default(),
+        }];
+        config.backends[0].kv_events = engines[0].kv_events();
+        config.backends[0].kv_replay = engines[0].kv_replay();
+    });
     http.ready(&[replica.addresses]).await;
     let [engine] = engines;
     (replica, engine)

@@ -18,19 +18,10 @@ async fn connected(transfer: TransferOptions) -> EngineHandle {
 
 /// One replica over a prefill engine and one that decodes.
 async fn replica(http: &Http, engines: &[EngineHandle], dir: &TempDir) -> Replica {
-    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let listen = ListenConfig {
-        data: Parsed(any),
-        admin: Parsed(any),
-        peer: Parsed(any),
-        advertise: None,
-    };
-    let sockets = BoundSockets::bind(&listen).unwrap();
-    let peer = sockets.addresses().unwrap().peer.to_string();
-    let mut config = config(1, &[peer], engines, dir.path());
-    config.backends[0].role = BackendRole::Prefill;
-    config.backends[1].role = BackendRole::Decode;
-    let replica = Replica::run(config, sockets);
+    let replica = lone_replica(engines, dir, |config| {
+        config.backends[0].role = BackendRole::Prefill;
+        config.backends[1].role = BackendRole::Decode;
+    });
     http.ready(&[replica.addresses]).await;
     let url = format!("http://{}/admin/v1/backends", replica.addresses.admin);
     let are_known = async || {

@@ -27,20 +27,9 @@ async fn replica(
     http: &Http,
     engines: &[EngineHandle],
     dir: &TempDir,
-    set: impl FnOnce(&mut Config),
+    set: impl FnMut(&mut Config),
 ) -> Replica {
-    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let listen = ListenConfig {
-        data: Parsed(any),
-        admin: Parsed(any),
-        peer: Parsed(any),
-        advertise: None,
-    };
-    let sockets = BoundSockets::bind(&listen).unwrap();
-    let peer = sockets.addresses().unwrap().peer.to_string();
-    let mut config = config(1, &[peer], engines, dir.path());
-    set(&mut config);
-    let replica = Replica::run(config, sockets);
+    let replica = lone_replica(engines, dir, set);
     http.ready(&[replica.addresses]).await;
     let url = format!("http://{}/admin/v1/backends", replica.addresses.admin);
     let is_told = async || {

@@ -203,23 +203,14 @@ fn named_metrics() -> BTreeSet<String> {
 async fn the_reference_of_metrics_is_what_a_replica_shows() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
-    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
-    let listen = ListenConfig {
-        data: Parsed(any),
-        admin: Parsed(any),
-        peer: Parsed(any),
-        advertise: None,
-    };
-    let sockets = BoundSockets::bind(&listen).unwrap();
-    let peer = sockets.addresses().unwrap().peer.to_string();
-    let mut config = config(1, &[peer], &engines, dir.path());
-    config.models = vec![ModelSettings {
-        name: "*".to_owned(),
-        tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
-        block_size: None,
-        pairs: Default::default(),
-    }];
-    let replica = Replica::run(config, sockets);
+    let replica = lone_replica(&engines, &dir, |config| {
+        config.models = vec![ModelSettings {
+            name: "*".to_owned(),
+            tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),
+            block_size: None,
+            pairs: Default::default(),
+        }];
+    });
     let (http, at) = (Http::new(), replica.addresses);
     http.ready(&[at]).await;
     http.chat(&at, "ada", "Is the lamp lit?").await;
