@@ -35,6 +35,9 @@ struct LiveArgs {
     /// Only rows whose name contains this
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
+    /// File to which each answer is added: times, prompt, and what was predicted and found
+    #[arg(long, value_name = "FILE")]
+    record: Option<PathBuf>,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -59,6 +62,7 @@ async fn run(args: LiveArgs) -> anyhow::Result<ExitCode> {
         tokenizer: args.tokenizer,
         requests: args.requests,
         pause: Duration::from_millis(args.pause),
+        record: args.record,
         only: args.only,
     };
     let told = |row: &RowReport| {

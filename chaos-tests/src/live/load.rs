@@ -2,6 +2,9 @@
 //! found.
 
 use std::cell::{Cell, RefCell};
+use std::fs::File;
+use std::io::Write as _;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, ensure};
 use futures_util::future::try_join_all;
@@ -9,6 +12,7 @@ use http::Method;
 use node::json_client::JsonClient;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use serde_json::{Value, json};
 use tokio::sync::{Notify, RwLock, RwLockWriteGuard};
 
 use super::chats::{Chats, Turn};
@@ -34,6 +38,9 @@ struct Finding {
     cached: u64,
     answer: String,
     backend: String,
+    /// Since the epoch.
+    sent: Duration,
+    ended: Duration,
 }
 
 /// The load as it goes.
@@ -53,6 +60,8 @@ pub(super) struct Load<'a> {
     /// Tokens that engines compute before anything counts: until their caches are full nothing is
     /// evicted.
     to_fill: Cell<u64>,
+    /// Where every answer is noted.
+    record: Option<File>,
 }
 
 impl<'a> Load<'a> {
@@ -62,6 +71,7 @@ impl<'a> Load<'a> {
         chats: Chats,
         target: Target,
         (to_fill, seed): (u64, u64),
+        record: Option<File>,
     ) -> Self {
         Self {
             http,
@@ -76,6 +86,7 @@ impl<'a> Load<'a> {
             is_over: Cell::new(false),
             told: Cell::new(0),
             to_fill: Cell::new(to_fill),
+            record,
         }
     }
 
@@ -137,6 +148,7 @@ impl<'a> Load<'a> {
         let replica = up[self.random.borrow_mut().random_range(0..up.len())];
         match self.ask(&self.replicas[replica], &body).await {
             Ok(found) => {
+                self.note(replica, &body, &found)?;
                 self.chats.borrow_mut().answered(chat, &found.answer);
                 self.count(replica, &found);
             }
@@ -158,9 +170,11 @@ impl<'a> Load<'a> {
         Ok(())
     }
 
-    async fn ask(&self, replica: &str, body: &serde_json::Value) -> anyhow::Result<Finding> {
+    async fn ask(&self, replica: &str, body: &Value) -> anyhow::Result<Finding> {
         let url = format!("{replica}/v1/chat/completions");
+        let sent = now()?;
         let answer = self.http.send(Method::POST, &url, Some(body)).await?;
+        let ended = now()?;
         let header = |name: &str| {
             let value = answer.headers.get(name).and_then(|it| it.to_str().ok());
             value.unwrap_or_default().to_owned()
@@ -187,7 +201,30 @@ impl<'a> Load<'a> {
                 .unwrap_or(0),
             answer: message.as_str().unwrap_or_default().to_owned(),
             backend,
+            sent,
+            ended,
         })
+    }
+
+    /// Notes an answer, for who wants to know why a prediction was wrong.
+    fn note(&self, replica: usize, body: &Value, found: &Finding) -> anyhow::Result<()> {
+        let Some(mut record) = self.record.as_ref() else {
+            return Ok(());
+        };
+        let line = json!({
+            "request": self.ended() + 1,
+            "is_counted": self.to_fill.get() == 0,
+            "replica": replica + 1,
+            "backend": found.backend,
+            "sent": found.sent.as_secs_f64(),
+            "ended": found.ended.as_secs_f64(),
+            "prompt": found.prompt,
+            "predicted": found.predicted,
+            "cached": found.cached,
+            "body": body,
+            "answer": found.answer,
+        });
+        writeln!(record, "{line}").context("write the record")
     }
 
     fn count(&self, replica: usize, found: &Finding) {
@@ -228,4 +265,8 @@ impl<'a> Load<'a> {
             eprintln!("  {what}");
         }
     }
+}
+
+fn now() -> anyhow::Result<Duration> {
+    Ok(SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?)
 }

@@ -9,6 +9,7 @@ mod engines;
 mod load;
 
 use std::cell::{Cell, RefCell};
+use std::fs::File;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
@@ -49,6 +50,8 @@ pub struct LiveOptions {
     pub requests: u64,
     /// Least time from an answer to the next turn of its chat.
     pub pause: Duration,
+    /// File to which each answer is added, as a line of JSON.
+    pub record: Option<PathBuf>,
     /// Only rows whose name contains this.
     pub only: Option<String>,
 }
@@ -242,7 +245,8 @@ impl Scene<'_> {
             Tokens::Characters => Target::Share,
             Tokens::File | Tokens::Engine => Target::Tokens(self.facts.block),
         };
-        let load = Load::new(http, urls.collect(), chats, target, (room, seed));
+        let record = self.options.record.as_deref().map(append).transpose()?;
+        let load = Load::new(http, urls.collect(), chats, target, (room, seed), record);
         let begin = Instant::now();
         let faults = RefCell::new(Vec::new());
         let under_load = load.run(row.lanes, self.options.requests);
@@ -364,6 +368,11 @@ impl Scene<'_> {
         }
         Ok(())
     }
+}
+
+fn append(file: &Path) -> anyhow::Result<File> {
+    let options = File::options().create(true).append(true).open(file);
+    options.with_context(|| format!("open {}", file.display()))
 }
 
 fn absolute(file: &Path) -> anyhow::Result<PathBuf> {
