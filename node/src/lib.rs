@@ -13,6 +13,7 @@ mod memory;
 pub mod planted;
 mod private;
 mod process;
+mod service_manager;
 pub mod telemetry;
 
 /// Version of this build, with its commit if it is a release build.

@@ -18,6 +18,8 @@ mod operating;
 mod process;
 #[path = "cli/production.rs"]
 mod production;
+#[path = "cli/service_manager.rs"]
+mod service_manager;
 #[path = "cli/signals.rs"]
 mod signals;
 #[path = "cli/starting.rs"]
@@ -42,14 +44,15 @@ fn text(bytes: &[u8]) -> &str {
 
 #[test]
 fn the_example_configs_are_right() {
-    let deploy = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/local");
-    for replica in ["n1", "n2", "n3"] {
-        let output = quorate(&[
-            "config",
-            "check",
-            "--config",
-            &format!("{deploy}/{replica}.toml"),
-        ]);
+    let deploy = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy");
+    for file in [
+        "local/n1.toml",
+        "local/n2.toml",
+        "local/n3.toml",
+        "systemd/quorate.toml",
+    ] {
+        let file = format!("{deploy}/{file}");
+        let output = quorate(&["config", "check", "--config", &file]);
         assert!(output.status.success(), "{}", text(&output.stderr));
     }
 }

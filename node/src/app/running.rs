@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use api::admin::{self, Admin, CertifiedOperators, ReloadRequests};
@@ -371,6 +372,15 @@ impl RunningReplica {
     /// See [`ReplicaCore::state_loss`].
     pub fn state_loss(&self) -> impl Fn() + Send + Sync + use<> {
         self.core.state_loss()
+    }
+
+    /// Returns what tells how long a drain that begins now may take.
+    pub(crate) fn longest_drain(&self) -> impl Fn() -> Duration + Send + use<> {
+        let drain = Arc::clone(&self.drain);
+        move || {
+            let drain = drain.load();
+            drain.dns_ttl.saturating_add(*drain.deadline)
+        }
     }
 
     /// Serves until `shutdown` requests a drain, then leaves.

@@ -1,6 +1,7 @@
 //! `quorate serve`: runs one replica until SIGTERM or SIGINT. SIGHUP reloads its config, and other
 //! signals that would end a process by default are ignored.
 
+use std::convert::Infallible;
 use std::process::ExitCode;
 
 use api::admin::ReloadRequests;
@@ -10,6 +11,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::reload::{self, ConfigReload};
 use super::source::ConfigSource;
 use crate::app::{App, ShutdownHandle};
+use crate::service_manager::ServiceManager;
 use crate::{descriptors, memory, private, telemetry};
 
 /// `quorate serve`.
@@ -58,7 +60,7 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         let reload = ConfigReload::new((source, backends), &reloaded, level, handles)
             .with_certificates(app.certificates());
         tokio::spawn(reload.follow(hangups, asked));
-        let running = tokio::spawn(app.run(shutdown.clone()));
+        let running = tokio::spawn(run_told(app, shutdown.clone()));
         tokio::pin!(running);
         let mut signals = 0;
         loop {
@@ -77,4 +79,24 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
             shutdown.drain();
         }
     })
+}
+
+/// Runs the replica, and tells the service manager how far it is.
+async fn run_told(app: App, shutdown: ShutdownHandle) -> anyhow::Result<()> {
+    let manager = ServiceManager::of_environment();
+    let addresses = app.addresses();
+    let replica = app.start().await?;
+    manager.ready(addresses);
+    let longest = replica.longest_drain();
+    let leaving = async {
+        shutdown.draining().await;
+        manager.stopping(longest());
+        std::future::pending::<Infallible>().await
+    };
+    tokio::select! {
+        biased;
+        never = leaving => match never {},
+        never = manager.feed_watchdog() => match never {},
+        () = replica.until(&shutdown) => Ok(()),
+    }
 }

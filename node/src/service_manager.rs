@@ -1,0 +1,103 @@
+//! What a service manager wants to hear, as systemd's `Type=notify` has it: that the replica listens, that
+//! it leaves, and that it still runs. Datagrams to the socket that `NOTIFY_SOCKET` names; without one
+//! nobody is told.
+
+use std::convert::Infallible;
+use std::ffi::OsStr;
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::Duration;
+
+use crate::app::Addresses;
+
+/// Environment variable with the manager's socket: a path, or a name behind `@` or a zero byte.
+const SOCKET: &str = "NOTIFY_SOCKET";
+/// Environment variable with the microseconds within which the manager wants to hear of us.
+const WATCHDOG: &str = "WATCHDOG_USEC";
+/// Environment variable with the process that the watchdog is for, if it is for one.
+const WATCHDOG_PID: &str = "WATCHDOG_PID";
+/// Time beyond a drain in which a replica writes down what it knows and ends.
+const ENDING: Duration = Duration::from_secs(15);
+
+/// The manager that started this process.
+#[derive(Debug)]
+pub(crate) struct ServiceManager {
+    socket: Option<(UnixDatagram, SocketAddr)>,
+    /// How often it wants to hear of us at least.
+    watchdog: Option<Duration>,
+}
+
+impl ServiceManager {
+    /// The one that the environment names, if it names one.
+    pub(crate) fn of_environment() -> Self {
+        let socket = std::env::var_os(SOCKET).and_then(|name| {
+            let opened = address(&name).and_then(|to| Ok((socket()?, to)));
+            opened
+                .inspect_err(|error| {
+                    tracing::warn!(%error, socket = ?name, "cannot tell the service manager");
+                })
+                .ok()
+        });
+        let number = |name: &str| std::env::var(name).ok()?.parse::<u64>().ok();
+        let is_ours = number(WATCHDOG_PID).is_none_or(|pid| pid == u64::from(std::process::id()));
+        let watchdog = number(WATCHDOG).filter(|us| is_ours && *us > 0);
+        Self {
+            socket,
+            watchdog: watchdog.map(Duration::from_micros),
+        }
+    }
+
+    /// The replica listens. It may be in no cluster yet: it cannot wait for replicas that the same
+    /// operator starts after it.
+    pub(crate) fn ready(&self, at: Addresses) {
+        let Addresses { data, admin, peer } = at;
+        self.tell(&format!(
+            "READY=1\nSTATUS=listening at {data}, admin {admin}, peer {peer}\n"
+        ));
+    }
+
+    /// The replica leaves, which takes up to `longest`, whatever the manager's own patience.
+    pub(crate) fn stopping(&self, longest: Duration) {
+        let patience = longest.saturating_add(ENDING).as_micros();
+        self.tell(&format!(
+            "STOPPING=1\nSTATUS=draining\nEXTEND_TIMEOUT_USEC={patience}\n"
+        ));
+    }
+
+    /// Tells that the runtime runs tasks, twice as often as it has to.
+    pub(crate) async fn feed_watchdog(&self) -> Infallible {
+        let Some(within) = self.watchdog else {
+            return std::future::pending().await;
+        };
+        let mut times = tokio::time::interval((within / 2).max(Duration::from_millis(1)));
+        loop {
+            times.tick().await;
+            self.tell("WATCHDOG=1\n");
+        }
+    }
+
+    fn tell(&self, text: &str) {
+        let Some((socket, to)) = &self.socket else {
+            return;
+        };
+        if let Err(error) = socket.send_to_addr(text.as_bytes(), to) {
+            tracing::warn!(%error, "cannot tell the service manager");
+        }
+    }
+}
+
+/// A socket that waits for nobody: a manager that does not listen must not hold up a replica.
+fn socket() -> io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+fn address(name: &OsStr) -> io::Result<SocketAddr> {
+    match name.as_bytes() {
+        [b'@' | 0, abstract_name @ ..] => SocketAddr::from_abstract_name(abstract_name),
+        _ => SocketAddr::from_pathname(name),
+    }
+}
