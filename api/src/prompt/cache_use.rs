@@ -12,6 +12,9 @@ use super::lax::LaxValue;
 pub struct Truncation {
     /// Tokens at most.
     pub tokens: u32,
+    /// Whether the engine's own length counts, as `-1` asks for; `tokens` is `u32::MAX` until that
+    /// is looked up.
+    pub is_context: bool,
     /// Whether its end is kept, as the request says; `None`: as the tokenizer does, which is the
     /// end where text is generated.
     pub keeps_end: Option<bool>,
@@ -25,6 +28,16 @@ pub(crate) struct AroundText {
 }
 
 impl Truncation {
+    /// The same at engines that take `context` tokens, prompt and answer; `None` where that is not
+    /// known. vLLM leaves room for one token where the request says how many it wants.
+    pub(super) fn within(mut self, context: Option<u64>, wants_output: bool) -> Option<Self> {
+        if self.is_context {
+            let context = u32::try_from(context?).unwrap_or(u32::MAX);
+            self.tokens = context.saturating_sub(u32::from(wants_output));
+        }
+        Some(self)
+    }
+
     /// Cuts `ids`; answers whether there was anything to cut. A tokenizer that cuts by itself keeps
     /// the special tokens around the text, a cut at a side that was asked for does not.
     pub(crate) fn cut(self, ids: &mut Vec<u32>, reply: ReplyShape, around: AroundText) -> bool {
@@ -58,7 +71,8 @@ pub(super) struct CacheFields {
     has_logprobs: bool,
     has_no_top_logprobs: bool,
     pools_tokens: bool,
-    tokens: Option<u32>,
+    /// Tokens to keep; `-1`: as many as the engine takes.
+    tokens: Option<i64>,
     keeps_end: Option<bool>,
 }
 
@@ -75,6 +89,7 @@ impl CacheFields {
                 | "task"
                 | "truncate_prompt_tokens"
                 | "truncation_side"
+                | "truncation"
         )
     }
 
@@ -89,8 +104,15 @@ impl CacheFields {
                 let is_of_tokens = |task: &str| matches!(task, "token_embed" | "token_classify");
                 self.pools_tokens = matches!(value, LaxValue::Text(task) if is_of_tokens(task));
             }
-            // -1 is the engine's own length, beyond which it takes no prompt anyway.
-            "truncate_prompt_tokens" => self.tokens = value.count().ok().flatten(),
+            "truncate_prompt_tokens" => {
+                self.tokens = match value {
+                    LaxValue::Number(-1.0) => Some(-1),
+                    LaxValue::Text(text) if text.trim() == "-1" => Some(-1),
+                    value => value.count().ok().flatten().map(i64::from),
+                };
+            }
+            // That of `/v1/responses`; `disabled` is its default.
+            "truncation" if *value == LaxValue::Text("auto".to_owned()) => self.tokens = Some(-1),
             "truncation_side" => {
                 self.keeps_end = match value {
                     LaxValue::Text(side) if side == "left" => Some(true),
@@ -119,7 +141,8 @@ impl CacheFields {
 
     pub(super) fn truncation(&self) -> Option<Truncation> {
         self.tokens.map(|tokens| Truncation {
-            tokens,
+            tokens: u32::try_from(tokens).unwrap_or(u32::MAX),
+            is_context: tokens < 0,
             keeps_end: self.keeps_end,
         })
     }
@@ -171,18 +194,45 @@ mod tests {
             (None, generated, 1, &[0, 9]),
         ] {
             let mut ids: Vec<u32> = (0..10).collect();
-            assert!(Truncation { tokens, keeps_end }.cut(&mut ids, reply, around));
+            let truncation = Truncation {
+                tokens,
+                is_context: false,
+                keeps_end,
+            };
+            assert!(truncation.cut(&mut ids, reply, around));
             assert_eq!(ids, expected, "{keeps_end:?} {tokens}");
         }
         let mut short = vec![1, 2];
         let whole = Truncation {
             tokens: 2,
+            is_context: false,
             keeps_end: None,
         };
         assert!(!whole.cut(&mut short, generated, around));
         let truncation = |fields| read("/v1/completions", fields).truncation;
-        assert_eq!(truncation(r#","truncate_prompt_tokens":-1"#), None);
         let left = truncation(r#","truncate_prompt_tokens":9,"truncation_side":"left""#).unwrap();
         assert_eq!((left.tokens, left.keeps_end), (9, Some(true)));
+    }
+
+    #[test]
+    fn minus_one_is_the_engines_own_length() {
+        let path = "/v1/completions";
+        let asked = read(path, r#","truncate_prompt_tokens":-1"#).truncation;
+        let asked = asked.unwrap();
+        assert!(
+            asked.is_context
+                && !asked.cut(&mut vec![1; 9], ReplyShape::None, AroundText::default())
+        );
+        let kept = |wants_output| asked.within(Some(4096), wants_output).map(|it| it.tokens);
+        assert_eq!((kept(false), kept(true)), (Some(4096), Some(4095)));
+        assert_eq!(asked.within(None, false), None);
+        let told = read(path, r#","truncate_prompt_tokens":7"#).truncation;
+        assert_eq!(told.unwrap().within(None, true), told);
+        let auto = read("/v1/responses", r#","truncation":"auto""#).truncation;
+        assert_eq!(auto, Some(asked));
+        assert_eq!(
+            read("/v1/responses", r#","truncation":"disabled""#).truncation,
+            None
+        );
     }
 }

@@ -9,7 +9,7 @@ use state::ratios::TokenRatio;
 use super::reader::PromptReader;
 use super::{
     AroundText, BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch,
-    PromptIdentity, ReplyBoundary, ReplyShape, TokenScope, Tokenizer,
+    PromptIdentity, ReplySeam, ReplyShape, TokenScope, Tokenizer,
 };
 use crate::isolation::CacheIsolation;
 
@@ -45,7 +45,7 @@ impl PromptReader {
         &self,
         parsed: &ParsedBody,
         ids: &[u32],
-        seam: Option<ReplyBoundary>,
+        seam: Option<ReplySeam>,
     ) -> PromptIdentity {
         self.tokens(parsed, ids, self.cut_of(&parsed.model).tokens, seam)
     }
@@ -68,8 +68,15 @@ impl PromptReader {
         let ratio = self.ratio_of(&parsed.model);
         let tokens = ratio.tokens(text.len());
         // Which part of the text the engine keeps, its characters do not tell.
-        let kept = parsed.truncation.map(|truncation| truncation.tokens);
-        let kept = kept.filter(|kept| text.len() > *kept as usize);
+        let kept = parsed.truncation.filter(|truncation| {
+            // No text has more tokens than bytes. To the engine's own length few come near.
+            let most = match truncation.is_context {
+                true => tokens as usize,
+                false => text.len(),
+            };
+            most > truncation.tokens as usize
+        });
+        let kept = kept.map(|truncation| truncation.tokens);
         let (text, reply) = match kept {
             Some(_) => (&[][..], ReplyShape::None),
             None => (text, parsed.reply),
@@ -104,7 +111,7 @@ impl PromptReader {
         parsed: &ParsedBody,
         ids: &[u32],
         block_size: u32,
-        seam: Option<ReplyBoundary>,
+        seam: Option<ReplySeam>,
     ) -> PromptIdentity {
         let scope = TokenScope {
             model: &parsed.model,

@@ -16,6 +16,7 @@
 //!
 //! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
 
+mod asking;
 mod borrowed;
 mod cache_use;
 mod flatten;
@@ -40,6 +41,7 @@ use state::ratios::TokenRatio;
 
 use crate::isolation::CacheIsolation;
 
+pub use asking::{AskedReply, ReplySeam};
 pub use cache_use::Truncation;
 pub use flatten::append_reply;
 pub use form::{FormFields, read_form};
@@ -57,8 +59,8 @@ pub(crate) use reader::TokenizingMetrics;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tokenizer::fuzzing;
 pub(crate) use tokenizer::{
-    EncodeError, Encoded, EngineTokenizer, TokenizeRequest, TokenizeResult, TokenizerContent,
-    question,
+    DEADLINE, EncodeError, Encoded, EngineTokenizer, TokenizeRequest, TokenizeResult,
+    TokenizerContent, question,
 };
 
 /// What is read of a JSON body. Spans are byte ranges of the body.
@@ -255,7 +257,7 @@ pub struct ChainTail {
     pub tokens_per_block: u32,
     /// How an answer's tokens continue the prompt's; `None`: in no known way, or blocks are of
     /// bytes.
-    pub seam: Option<ReplyBoundary>,
+    pub seam: Option<ReplySeam>,
     /// Whether the text measured is not all that the engine counts.
     pub is_partial: bool,
     /// Whether the engine does not look into its cache: what it finds there tells nothing.

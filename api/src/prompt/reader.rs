@@ -13,27 +13,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, HOST};
-use http::{HeaderValue, Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Limited};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
-use serde::Deserialize;
 use state::StateView;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::asking::{AskedReply, ReplySeam, TokenizeClient};
 use super::read::no_model;
 use super::{
-    AroundText, BlockUnit, BodyRejection, EncodeError, Encoded, EngineTokenizer, Fallback,
-    FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, TokenizeRequest, TokenizeResult,
-    Tokenizer, TokenizerContent, Truncation, parse_routed, question,
+    AroundText, BlockUnit, BodyRejection, DEADLINE, EncodeError, Encoded, EngineTokenizer,
+    Fallback, FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, ReplyShape,
+    TokenizeRequest, Tokenizer, TokenizerContent, Truncation, parse_routed, question,
 };
-use crate::backends::pool::{EngineBody, Pool, PoolCounters, PoolSettings, Segments};
 use crate::backends::{Backends, named_models};
 
 /// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
@@ -45,8 +41,8 @@ const RENDERED_INLINE_BYTES_MAX: usize = 32 * 1024;
 const FRESH_INLINE_BYTES_MAX: usize = 512;
 /// Longest wait for a core to tokenize on: a prompt is better routed by its characters than late.
 const WORKER_WAIT_MAX: Duration = Duration::from_millis(500);
-/// Longest answer of an engine's tokenizer, in bytes.
-const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// Longest wait for an engine that has agreed with the files so far.
+const CHECK_WAIT_MAX: Duration = Duration::from_millis(50);
 
 /// A request whose body is parsed; its prompt is identified by its characters so far.
 #[derive(Debug)]
@@ -85,13 +81,12 @@ impl From<BodyRejection> for ReadError {
 /// Turns bodies into parsed requests with identified prompts. One per replica.
 pub struct PromptReader {
     pub(super) view: Arc<StateView>,
-    /// Which engines can be asked, and with which keys.
+    /// What engines say of their models.
     backends: Arc<Backends>,
     pub(super) models: Vec<ModelSettings>,
     /// One permit per text that is tokenized in the blocking pool.
     pub(crate) workers: Arc<Semaphore>,
-    /// To engines' tokenizers.
-    pool: Pool,
+    client: Arc<TokenizeClient>,
     metrics: TokenizingMetrics,
 }
 
@@ -143,6 +138,8 @@ impl TokenizingMetrics {
 /// Token ids of a prompt.
 enum PromptTokens {
     Encoded(Encoded),
+    /// An engine's, with what it was asked.
+    Asked(Arc<[u32]>, Bytes),
     Ids(Vec<u32>),
     Nothing,
 }
@@ -157,9 +154,11 @@ impl PromptReader {
         metrics: TokenizingMetrics,
     ) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let pool = Pool::new(PoolSettings::default(), PoolCounters::default());
         Self {
-            pool: pool.through(backends.dialer().clone()),
+            client: Arc::new(TokenizeClient::new(
+                Arc::clone(&view),
+                Arc::clone(&backends),
+            )),
             view,
             backends,
             models,
@@ -227,8 +226,22 @@ impl PromptReader {
         if parsed.model.is_empty() {
             parsed.model = self.only_model().ok_or_else(no_model)?;
         }
+        parsed.truncation = parsed.truncation.and_then(|truncation| {
+            let is_generated = parsed.reply != ReplyShape::None;
+            let wants_output = is_generated && parsed.max_tokens.is_some_and(|max| max > 0);
+            let context = || self.context_of(&parsed.model);
+            truncation.within(truncation.is_context.then(context).flatten(), wants_output)
+        });
         let identity = self.identify(&parsed);
         Ok(ParsedRequest { parsed, identity })
+    }
+
+    /// Tokens of the longest prompt with its answer that every engine takes which tells it.
+    fn context_of(&self, model: &str) -> Option<u64> {
+        let registry = self.view.registry();
+        let serving = registry.backends.iter().filter(|it| it.serves(model));
+        let told = serving.filter_map(|it| self.backends.listed(it.handle.slot, model));
+        told.filter_map(|listed| listed.max_model_len).min()
     }
 
     /// The model that all backends serve, if there is no other.
@@ -286,25 +299,33 @@ impl PromptReader {
     ) -> Result<(), ReadError> {
         let began = Instant::now();
         let (outcome, tokens) = match tokenizer.remote() {
-            Some(remote) => {
-                let asked = self.ask(remote, path, body, read).await;
-                let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
-                let whole = (path, body, salt);
-                self.with_files(tokenizer, whole, asked).await?
+            Some(remote) if tokenizer.has_files() => {
+                self.encode_or_ask(tokenizer, remote, (path, body), read)
+                    .await?
             }
+            Some(remote) => ("engine", self.ask(remote, path, body, read).await),
             None => {
                 let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
                 self.encode(tokenizer, path, body, salt).await?
             }
         };
         let outcome = match tokens {
-            Ok(PromptTokens::Encoded(encoded)) => {
-                self.take_tokens(read, encoded);
+            Ok(PromptTokens::Encoded(Encoded { ids, around, seam })) => {
+                self.take_tokens(read, ids, around, seam.map(ReplySeam::Here));
+                outcome
+            }
+            Ok(PromptTokens::Asked(ids, question)) => {
+                let (client, model) = (&self.client, &read.parsed.model);
+                let is_wanted = read.parsed.reply != ReplyShape::None && !tokenizer.has_files();
+                let asked = is_wanted
+                    .then(|| AskedReply::of(client, tokenizer, model, (&question, &ids)))
+                    .flatten();
+                let seam = asked.map(ReplySeam::Asked);
+                self.take_tokens(read, ids.to_vec(), AroundText::default(), seam);
                 outcome
             }
             Ok(PromptTokens::Ids(ids)) => {
-                let (around, seam) = (AroundText::default(), None);
-                self.take_tokens(read, Encoded { ids, around, seam });
+                self.take_tokens(read, ids, AroundText::default(), None);
                 outcome
             }
             Ok(PromptTokens::Nothing) => "nothing",
@@ -317,40 +338,57 @@ impl PromptReader {
         Ok(())
     }
 
-    /// What an engine that was asked for tokens leaves to do, where the tokenizer's files are here:
-    /// what it did not answer, and how an answer joins what it did.
-    async fn with_files(
+    /// Tokenizes with the files that are here, and asks an engine whether it does so too: always
+    /// until it has for several prompts of such requests in a row, then now and then. Its own word
+    /// stands. Nobody is asked while many wait.
+    async fn encode_or_ask(
         &self,
         tokenizer: &Arc<Tokenizer>,
-        (path, body, salt): (&str, &Bytes, &str),
-        asked: Result<PromptTokens, Fallback>,
+        remote: &EngineTokenizer,
+        (path, body): (&str, &Bytes),
+        read: &ReadRequest,
     ) -> Result<(&'static str, Result<PromptTokens, Fallback>), ReadError> {
-        if !tokenizer.has_files() {
-            return Ok(("engine", asked));
-        }
-        match asked {
-            Err(_) => self.encode(tokenizer, path, body, salt).await,
-            Ok(PromptTokens::Ids(ids)) => {
-                let (_, here) = self.encode(tokenizer, path, body, salt).await?;
-                let tokens = match here {
-                    Ok(PromptTokens::Encoded(encoded)) if encoded.ids == ids => {
-                        PromptTokens::Encoded(encoded)
-                    }
-                    _ => PromptTokens::Ids(ids),
-                };
-                Ok(("engine", Ok(tokens)))
+        let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
+        let (how, here) = self.encode(tokenizer, path, body, salt).await?;
+        let kind = xxh3_64(format!("{:?}", (path, &read.parsed.model)).as_bytes());
+        let (is_sure, is_due) = {
+            let mut habits = remote.habits();
+            (habits.is_sure(kind), habits.is_due(kind))
+        };
+        let encoded = match here {
+            Ok(PromptTokens::Encoded(encoded)) if is_due && !remote.is_busy() => encoded,
+            Err(_) if !remote.is_busy() => {
+                let asked = self.ask(remote, path, body, read).await;
+                return Ok(if asked.is_ok() {
+                    ("engine", asked)
+                } else {
+                    (how, here)
+                });
             }
-            nothing => Ok(("engine", nothing)),
-        }
+            here => return Ok((how, here)),
+        };
+        let patience = if is_sure { CHECK_WAIT_MAX } else { DEADLINE };
+        let asked = tokio::time::timeout(patience, self.ask(remote, path, body, read)).await;
+        let Ok(Ok(PromptTokens::Asked(ids, question))) = asked else {
+            return Ok((how, Ok(PromptTokens::Encoded(encoded))));
+        };
+        let is_same = encoded.ids[..] == ids[..];
+        remote.habits().saw(kind, is_same);
+        let tokens = match is_same {
+            true => PromptTokens::Encoded(encoded),
+            false => PromptTokens::Asked(ids, question),
+        };
+        Ok(("engine", Ok(tokens)))
     }
 
     /// Identifies the prompt by its tokens, as many as the engine keeps.
-    fn take_tokens(&self, read: &mut ReadRequest, encoded: Encoded) {
-        let Encoded {
-            mut ids,
-            around,
-            seam,
-        } = encoded;
+    fn take_tokens(
+        &self,
+        read: &mut ReadRequest,
+        mut ids: Vec<u32>,
+        around: AroundText,
+        seam: Option<ReplySeam>,
+    ) {
         let parsed = &read.parsed;
         let is_cut = |cut: Truncation| cut.cut(&mut ids, parsed.reply, around);
         let is_cut = parsed.truncation.is_some_and(is_cut);
@@ -421,77 +459,11 @@ impl PromptReader {
             TokenizeRequest::Nothing => return Ok(PromptTokens::Nothing),
         };
         let salt = read.parsed.cache_salt.as_deref().unwrap_or_default();
-        let tokens = remote
-            .tokens(&question, salt, || {
-                self.post_tokenize(model, question.clone())
-            })
-            .await;
+        let ask = || self.client.ask(model, question.clone());
+        let tokens = remote.tokens(&question, salt, ask).await;
         let ids = tokens.ok_or(Fallback::Engine)?;
-        Ok(PromptTokens::Ids(ids.to_vec()))
+        Ok(PromptTokens::Asked(ids, question))
     }
-
-    /// `POST /tokenize` to one of the healthy engines that serve `model`: which one, the question
-    /// says, so that they share the work.
-    async fn post_tokenize(&self, model: &str, question: Bytes) -> TokenizeResult {
-        let Some(response) = self.send_tokenize(model, question).await else {
-            return TokenizeResult::Nothing;
-        };
-        match response.status() {
-            StatusCode::OK => {}
-            // The template refuses the conversation, or the prompt is too long.
-            StatusCode::BAD_REQUEST
-            | StatusCode::PAYLOAD_TOO_LARGE
-            | StatusCode::UNPROCESSABLE_ENTITY => return TokenizeResult::Refused,
-            _ => return TokenizeResult::Nothing,
-        }
-        let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX);
-        let Ok(body) = body.collect().await else {
-            return TokenizeResult::Nothing;
-        };
-        let answer = serde_json::from_slice(&body.to_bytes());
-        match answer {
-            // Nothing was asked without text: an engine that wants it under another name.
-            Ok(TokenizeResponse { tokens }) if tokens.is_empty() => TokenizeResult::Refused,
-            Ok(TokenizeResponse { tokens }) => TokenizeResult::Tokens(tokens),
-            Err(_) => TokenizeResult::Nothing,
-        }
-    }
-
-    async fn send_tokenize(&self, model: &str, question: Bytes) -> Option<Response<EngineBody>> {
-        let (handle, url, key) = {
-            let registry = self.view.registry();
-            let able: Vec<_> = registry
-                .backends
-                .iter()
-                .filter(|it| it.serves(model) && !it.draining && self.backends.is_up(&registry, it))
-                .collect();
-            let count = u64::try_from(able.len()).ok().filter(|count| *count > 0)?;
-            let nth = usize::try_from(xxh3_64(&question) % count).ok()?;
-            let (handle, spec) = (able[nth].handle, &able[nth].spec);
-            let key = self.backends.keys().of_probes(&spec.id, &spec.url);
-            (handle, spec.url.clone(), key)
-        };
-        let endpoint = self.pool.endpoint(handle, &url).ok()?;
-        let build = || {
-            let mut request = Request::new(Segments::from(question.clone()));
-            *request.method_mut() = Method::POST;
-            *request.uri_mut() = http::Uri::from_static("/tokenize");
-            let headers = request.headers_mut();
-            headers.insert(HOST, endpoint.host().clone());
-            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-            if let Some(key) = &key {
-                key.put_into(headers);
-            }
-            request
-        };
-        endpoint.send(&build).await.ok()
-    }
-}
-
-/// What an engine answers to `/tokenize`.
-#[derive(Deserialize)]
-struct TokenizeResponse {
-    tokens: Vec<u32>,
 }
 
 /// What needs no tokenizing.

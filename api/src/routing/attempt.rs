@@ -11,6 +11,7 @@
 //! believed prefix counts as cached. An attempt that never ran costs nothing; one that failed may
 //! have run, and costs its prompt and that estimate.
 
+mod release;
 mod report;
 mod stages;
 
@@ -22,7 +23,6 @@ use state::command::{Charge, LeaseOutcome};
 use state::ids::{AttemptId, BackendRef, ModelKey, UserKey};
 use state::prefix::model_key;
 use state::service::ServiceSample;
-use tokio::runtime::Handle;
 use tokio::time::Instant;
 
 use self::stages::{PrefillStage, Stages};
@@ -390,23 +390,7 @@ impl Attempt {
                 .backends
                 .report_no_answer(open.backend, user, now);
         }
-        let (dispatcher, id, backend) = (Arc::clone(&self.dispatcher), self.id, open.backend);
-        let reply_end = open.reply_end(end);
-        let release = move |reply: Option<ReplyChain>| {
-            let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(reply_end));
-            dispatcher.outbox.with(|outbox| {
-                outbox.extend(id, blocks);
-                outbox.release(id, outcome);
-            });
-            dispatcher.hurry_for(backend);
-        };
-        match (reply, Handle::try_current()) {
-            (Some(reply), Ok(runtime)) if reply.is_long() => {
-                // A runtime that is going down leaves it undone: the lease ends with the session.
-                drop(runtime.spawn_blocking(move || release(Some(reply))));
-            }
-            (reply, _) => release(reply),
-        }
+        self.release(open.backend, reply, (open.reply_end(end), outcome));
         self.dispatcher.outbox.with(|outbox| {
             open.charge(&self.dispatcher, outbox, charge);
             outbox.ledger.close(self.user, open.advance);

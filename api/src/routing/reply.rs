@@ -3,7 +3,7 @@
 use state::ids::BlockHash;
 use state::prefix::{self, ChainRoot};
 
-use crate::prompt::{PromptIdentity, ReplyBoundary, ReplyShape};
+use crate::prompt::{PromptIdentity, ReplySeam, ReplyShape};
 
 /// Most blocks recorded of one answer; what is longer is cut there, which loses only locality.
 const REPLY_BLOCKS_MAX: usize = 8192;
@@ -38,6 +38,7 @@ impl ReplyChain {
             rest: tail.ids(),
             seam,
             text: Some(String::new()),
+            asked: None,
         }))
     }
 
@@ -60,11 +61,31 @@ impl ReplyChain {
     /// Whether [`ReplyChain::finish`] takes long.
     pub(super) fn is_long(&self) -> bool {
         match self {
-            Self::Bytes(_) => false,
-            Self::Tokens(chain) => {
+            Self::Tokens(chain) if matches!(chain.seam, ReplySeam::Here(_)) => {
                 let text = chain.text.as_ref();
                 text.is_some_and(|text| text.len() > INLINE_BYTES_MAX)
             }
+            Self::Bytes(_) | Self::Tokens(_) => false,
+        }
+    }
+
+    /// Whether an engine can say what it comes to, see [`ReplyChain::ask`].
+    pub(super) fn is_asked(&self) -> bool {
+        match self {
+            Self::Bytes(_) => false,
+            Self::Tokens(chain) => {
+                let is_asked = matches!(chain.seam, ReplySeam::Asked(_));
+                is_asked && chain.text.as_ref().is_some_and(|text| !text.is_empty())
+            }
+        }
+    }
+
+    /// Asks an engine what it comes to; without its answer it comes to nothing.
+    pub(super) async fn ask(&mut self) {
+        if let Self::Tokens(chain) = self
+            && let (ReplySeam::Asked(seam), Some(text)) = (&chain.seam, &chain.text)
+        {
+            chain.asked = seam.continuation(text).await;
         }
     }
 
@@ -94,9 +115,11 @@ pub(super) struct TokenChain {
     last: Option<BlockHash>,
     /// Behind the last full block.
     rest: Vec<u32>,
-    seam: ReplyBoundary,
+    seam: ReplySeam,
     /// The answer; `None`: it is not all the output, or too long.
     text: Option<String>,
+    /// Its tokens as an engine has told them.
+    asked: Option<Vec<u32>>,
 }
 
 impl TokenChain {
@@ -113,7 +136,10 @@ impl TokenChain {
     fn finish(mut self, end: ReplyEnd) -> Vec<BlockHash> {
         let mut blocks = Vec::new();
         let text = self.text.take().filter(|text| !text.is_empty());
-        let ids = text.and_then(|text| self.seam.continuation(&text, end.is_whole));
+        let ids = match &self.seam {
+            ReplySeam::Here(seam) => text.and_then(|text| seam.continuation(&text, end.is_whole)),
+            ReplySeam::Asked(_) => self.asked.take(),
+        };
         let Some(mut ids) = ids else { return blocks };
         // An engine computes a token when it makes the next one, so never the last one: of an answer
         // that was cut at its length a token of the text, else the one that ended it.

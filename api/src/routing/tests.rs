@@ -2,6 +2,7 @@
 //! is left behind however an attempt ends.
 
 mod adapters;
+mod asked;
 mod filters;
 mod pairs;
 mod panic;

@@ -95,6 +95,37 @@ async fn models_are_described_as_their_engines_do_with_the_least_context() {
 }
 
 #[tokio::test]
+async fn a_prompt_is_cut_at_the_engines_own_length() {
+    let engine = listing(json!({"id": "m", "max_model_len": 20})).await;
+    let fleet = Fleet::start_probed(&[&engine], ProbeSettings::default()).await;
+    let slot = fleet.backend(0).slot;
+    eventually("its list is read", || {
+        let record = fleet.backends.record(slot);
+        record.is_some_and(|it| it.listed.is_some())
+    })
+    .await;
+    let blocks = async |fields: &str| {
+        let ids: Vec<u32> = (0..40).collect();
+        let body = format!(r#"{{"model":"m","prompt":{ids:?}{fields}}}"#);
+        let answer = fleet
+            .client()
+            .await
+            .ask(post("/v1/completions", "", &body))
+            .await;
+        let told = answer.header("x-quorate-prefix").unwrap();
+        told.split_once('/').unwrap().1.to_owned()
+    };
+    let cut_at = |tokens: u32| format!(r#","truncate_prompt_tokens":{tokens}"#);
+    let (at_19, at_20) = (blocks(&cut_at(19)).await, blocks(&cut_at(20)).await);
+    assert_ne!(at_19, at_20);
+    let minus_one = r#","truncate_prompt_tokens":-1"#;
+    assert_eq!(blocks(minus_one).await, at_20);
+    // vLLM leaves room for one token of an answer.
+    let with_output = format!(r#"{minus_one},"max_tokens":5"#);
+    assert_eq!(blocks(&with_output).await, at_19);
+}
+
+#[tokio::test]
 async fn errors_of_the_messages_api_have_its_form() {
     let fleet = Fleet::start(&[&Engine::dead().await]).await;
     for (model, status, kind) in [

@@ -17,6 +17,7 @@ pub(crate) mod fuzzing;
 mod huggingface;
 mod python;
 mod remote;
+mod streaks;
 mod template;
 #[cfg(test)]
 mod tests;
@@ -36,7 +37,9 @@ use self::template::ReplyRendering;
 use super::AroundText;
 
 pub use self::remote::tokenize_question;
-pub(crate) use self::remote::{EngineTokenizer, TokenizeRequest, TokenizeResult, question};
+pub(crate) use self::remote::{
+    DEADLINE, EngineTokenizer, TokenizeRequest, TokenizeResult, question,
+};
 
 /// What is kept of tokens met before, per tokenizer, in bytes.
 const CACHE_BYTES_MAX: usize = 64 * 1024 * 1024;

@@ -4,6 +4,8 @@
 //! without; after [`FAILURES_MAX`] failures in a row nobody asks for [`REST`], so that an engine
 //! that hangs costs a deadline now and then and not at every request. A question that an engine
 //! refuses is no failure: clients could stop all tokenizing with prompts that no engine takes.
+//! Late answers count as failures only if there was no other answer for [`STALL`]: several prompts
+//! that an engine under load keeps waiting at once are one event, not many.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -13,12 +15,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use serde_json::{Value, json};
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, Semaphore};
 use tokio::time::Instant;
 
 use super::CACHE_BYTES_MAX;
 use super::cache::{TextKey, TokenCache};
 use super::chat::{self, TokenizerInput};
+use super::streaks::Streaks;
 use super::{Fallback, TOKENIZED_BYTES_MAX};
 
 /// Longest wait for an engine's tokens.
@@ -27,8 +30,14 @@ pub(crate) const DEADLINE: Duration = Duration::from_millis(500);
 const FAILURES_MAX: u32 = 3;
 /// How long.
 const REST: Duration = Duration::from_secs(1);
+/// Time without any answer from which on late ones are failures.
+const STALL: Duration = Duration::from_secs(1);
 /// Most questions under way.
 const UNDER_WAY_MAX: usize = 1024;
+/// Questions under way from which on nobody asks what can be done without.
+const BUSY: usize = 64;
+/// Most questions about answers under way.
+const REPLIES_UNDER_WAY_MAX: usize = 32;
 
 /// `None`: there was no answer.
 type SharedAnswer = Arc<OnceCell<Option<Arc<[u32]>>>>;
@@ -49,12 +58,18 @@ pub(crate) enum TokenizeResult {
 pub(crate) struct EngineTokenizer {
     answers: TokenCache,
     state: Mutex<EngineTokenizerState>,
+    /// What engines did with requests of one kind.
+    habits: Mutex<Streaks>,
+    /// One permit per question about an answer.
+    replies: Semaphore,
 }
 
 #[derive(Debug, Default)]
 struct EngineTokenizerState {
     under_way: HashMap<TextKey, SharedAnswer>,
     failures: u32,
+    /// When the first of these was.
+    failing_since: Option<Instant>,
     rests_until: Option<Instant>,
 }
 
@@ -63,6 +78,8 @@ impl Default for EngineTokenizer {
         Self {
             answers: TokenCache::new(CACHE_BYTES_MAX),
             state: Mutex::default(),
+            habits: Mutex::default(),
+            replies: Semaphore::new(REPLIES_UNDER_WAY_MAX),
         }
     }
 }
@@ -146,7 +163,7 @@ impl EngineTokenizer {
         };
         let asked = place.answer.get_or_init(|| async {
             let heard = tokio::time::timeout(DEADLINE, ask()).await;
-            self.heard(key, heard.unwrap_or(TokenizeResult::Nothing))
+            self.heard(key, heard.ok())
         });
         // Whoever asks may have been at it for a while when this one joins: it waits no longer than
         // one that asks itself.
@@ -158,10 +175,7 @@ impl EngineTokenizer {
     /// under way.
     fn join(&self, key: TextKey) -> Option<SharedAnswer> {
         let mut state = self.state();
-        if state
-            .rests_until
-            .is_some_and(|until| Instant::now() < until)
-        {
+        if state.rests() {
             return None;
         }
         let is_full = state.under_way.len() >= UNDER_WAY_MAX;
@@ -172,25 +186,49 @@ impl EngineTokenizer {
         }
     }
 
-    fn heard(&self, key: TextKey, heard: TokenizeResult) -> Option<Arc<[u32]>> {
+    /// Tokens that nobody waits for: those of an answer. `None`: there is none in time, or engines
+    /// have enough to do with prompts.
+    pub(crate) async fn reply_tokens(
+        &self,
+        ask: impl Future<Output = TokenizeResult>,
+    ) -> Option<Vec<u32>> {
+        if self.state().rests() || self.is_busy() {
+            return None;
+        }
+        let _place = self.replies.try_acquire().ok()?;
+        match tokio::time::timeout(DEADLINE, ask).await.ok()? {
+            TokenizeResult::Tokens(tokens) => Some(tokens),
+            TokenizeResult::Refused | TokenizeResult::Nothing => None,
+        }
+    }
+
+    /// Whether so many wait for engines that it is better to do without where that is possible.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.state().under_way.len() >= BUSY
+    }
+
+    /// What engines did with requests of one kind.
+    pub(crate) fn habits(&self) -> MutexGuard<'_, Streaks> {
+        self.habits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `heard`: `None` for an answer that did not come in time.
+    fn heard(&self, key: TextKey, heard: Option<TokenizeResult>) -> Option<Arc<[u32]>> {
         let mut state = self.state();
         match heard {
-            TokenizeResult::Tokens(tokens) => {
-                state.failures = 0;
+            Some(TokenizeResult::Tokens(tokens)) => {
+                state.answered();
                 state.rests_until = None;
                 let tokens: Arc<[u32]> = tokens.into();
                 self.answers.insert(key, &tokens);
                 Some(tokens)
             }
-            TokenizeResult::Refused => {
-                state.failures = 0;
+            Some(TokenizeResult::Refused) => {
+                state.answered();
                 None
             }
-            TokenizeResult::Nothing => {
-                state.failures = state.failures.saturating_add(1);
-                if state.failures >= FAILURES_MAX {
-                    state.rests_until = Some(Instant::now() + REST);
-                }
+            failure @ (Some(TokenizeResult::Nothing) | None) => {
+                state.failed(failure.is_none());
                 None
             }
         }
@@ -198,6 +236,26 @@ impl EngineTokenizer {
 
     fn state(&self) -> MutexGuard<'_, EngineTokenizerState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl EngineTokenizerState {
+    fn rests(&self) -> bool {
+        self.rests_until.is_some_and(|until| Instant::now() < until)
+    }
+
+    fn answered(&mut self) {
+        (self.failures, self.failing_since) = (0, None);
+    }
+
+    fn failed(&mut self, is_late: bool) {
+        let now = Instant::now();
+        self.failures = self.failures.saturating_add(1);
+        let since = *self.failing_since.get_or_insert(now);
+        let is_stalled = !is_late || now - since >= STALL;
+        if self.failures >= FAILURES_MAX && is_stalled {
+            self.rests_until = Some(now + REST);
+        }
     }
 }
 
@@ -235,6 +293,36 @@ mod tests {
         }
         assert_eq!(began.elapsed(), DEADLINE * FAILURES_MAX);
         assert!(remote.state().under_way.is_empty());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn prompts_that_wait_together_are_late_once() {
+        let remote = EngineTokenizer::default();
+        let questions: Vec<_> = (0..10_u32).map(|it| Bytes::from(it.to_string())).collect();
+        let waiting = questions.iter().map(|it| remote.tokens(it, "", pending));
+        futures_util::future::join_all(waiting).await;
+        let question = Bytes::from_static(b"q");
+        let next = remote.tokens(&question, "", || async { TokenizeResult::Tokens(vec![1]) });
+        assert_eq!(next.await.as_deref(), Some(&[1][..]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn answers_are_asked_for_only_where_prompts_leave_room() {
+        let remote = EngineTokenizer::default();
+        let ask = || remote.reply_tokens(async { TokenizeResult::Tokens(vec![1]) });
+        assert_eq!(ask().await, Some(vec![1]));
+        let began = Instant::now();
+        assert_eq!(remote.reply_tokens(pending()).await, None);
+        assert_eq!(began.elapsed(), DEADLINE);
+        let questions: Vec<_> = (0..BUSY).map(|it| Bytes::from(it.to_string())).collect();
+        let waiting = questions.iter().map(|it| remote.tokens(it, "", pending));
+        let waiting = futures_util::future::join_all(waiting);
+        let (_, refused) = tokio::join!(waiting, async {
+            tokio::task::yield_now().await;
+            ask().await
+        });
+        assert_eq!(refused, None);
+        assert_eq!(ask().await, Some(vec![1]), "there is room again");
     }
 
     #[tokio::test(start_paused = true)]

@@ -11,18 +11,18 @@ use tokio::net::TcpListener;
 use super::super::fixture::router_with;
 use super::*;
 use crate::prompt::{
-    BlockUnit, Fallback, ModelSettings, ReadError, ReadRequest, TokenScope, Tokenizer,
+    BlockUnit, Fallback, ModelSettings, ReadError, ReadRequest, ReplySeam, TokenScope, Tokenizer,
     TokenizerSpec, chain_of_tokens,
 };
 
-const CHAT: &str = "/v1/chat/completions";
+pub(super) const CHAT: &str = "/v1/chat/completions";
 
-fn fixture(name: &str) -> TokenizerSpec {
+pub(super) fn fixture(name: &str) -> TokenizerSpec {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tokenizers");
     TokenizerSpec::HuggingFace(folder.join(name).join("tokenizer.json"))
 }
 
-fn settings(spec: TokenizerSpec) -> ModelSettings {
+pub(super) fn settings(spec: TokenizerSpec) -> ModelSettings {
     ModelSettings {
         name: "*".to_owned(),
         tokenizer: Tokenizer::load(spec, None).unwrap(),
@@ -37,13 +37,13 @@ fn bench(spec: TokenizerSpec) -> Bench {
     Bench { port, router }
 }
 
-fn chat(turns: &[(&str, &str)]) -> Value {
+pub(super) fn chat(turns: &[(&str, &str)]) -> Value {
     let message = |(role, content): &(&str, &str)| json!({"role": role, "content": content});
     let messages: Vec<_> = turns.iter().map(message).collect();
     json!({"model": "m", "messages": messages})
 }
 
-async fn read(bench: &Bench, path: &str, body: &Value) -> ReadRequest {
+pub(super) async fn read(bench: &Bench, path: &str, body: &Value) -> ReadRequest {
     let body = Bytes::from(body.to_string());
     bench.router.reader().read(path, &body).await.unwrap()
 }
@@ -131,7 +131,9 @@ fn the_last_token_of_an_answer_is_not_computed() {
         for has_end in [false, true] {
             let bench = bench(fixture("chatml"));
             let first = read(&bench, &[question]);
-            let seam = first.identity.tail.seam.as_ref().unwrap();
+            let Some(ReplySeam::Here(seam)) = &first.identity.tail.seam else {
+                panic!("{first:?}");
+            };
             let tokens = seam.continuation(&reply, true).unwrap().len();
             let (_, mut attempt) = bench.start(&first.identity);
             attempt.output(&reply, Instant::now());

@@ -1,0 +1,45 @@
+//! The end of a lease: at once, or when it is known what the answer adds to its prompt's blocks.
+
+use std::sync::Arc;
+
+use state::command::LeaseOutcome;
+use state::ids::BackendRef;
+use tokio::runtime::Handle;
+
+use super::Attempt;
+use crate::routing::reply::{ReplyChain, ReplyEnd};
+
+impl Attempt {
+    /// Releases the lease with what the answer adds to it.
+    pub(super) fn release(
+        &self,
+        backend: BackendRef,
+        reply: Option<ReplyChain>,
+        (end, outcome): (ReplyEnd, LeaseOutcome),
+    ) {
+        let (dispatcher, id) = (Arc::clone(&self.dispatcher), self.id);
+        // What such an engine tells itself is more, and it is told in the order of the releases.
+        let is_followed = dispatcher.view.evictions().get(backend).is_some();
+        let release = move |reply: Option<ReplyChain>| {
+            let blocks = reply.map_or_else(Vec::new, |reply| reply.finish(end));
+            dispatcher.outbox.with(|outbox| {
+                outbox.extend(id, blocks);
+                outbox.release(id, outcome);
+            });
+            dispatcher.hurry_for(backend);
+        };
+        // A runtime that is going down leaves it undone: the lease ends with the session.
+        match (reply, Handle::try_current()) {
+            (Some(mut reply), Ok(runtime)) if reply.is_asked() && !is_followed => {
+                drop(runtime.spawn(async move {
+                    reply.ask().await;
+                    release(Some(reply));
+                }));
+            }
+            (Some(reply), Ok(runtime)) if reply.is_long() => {
+                drop(runtime.spawn_blocking(move || release(Some(reply))));
+            }
+            (reply, _) => release(reply),
+        }
+    }
+}
