@@ -1,0 +1,130 @@
+"""Compares what the chart and Kustomize render, and holds it to the API's schemas and to quorate's own."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import kubernetes_validate
+import yaml
+
+FOLDER, QUORATE = sys.argv[1:]
+VERSIONS = ["1.27.0", "1.31.0", "1.34.0"]
+# What only Helm writes.
+OF_HELM = ["app.kubernetes.io/managed-by", "helm.sh/chart"]
+# Kinds of operators, whose schemas are not the API's.
+FOREIGN = ["Certificate", "PrometheusRule", "ServiceMonitor"]
+
+
+def objects(name):
+    """What was rendered, by kind and name."""
+    found = {}
+    with open(f"{FOLDER}/{name}.yaml", encoding="utf-8") as file:
+        for rendered in filter(None, yaml.safe_load_all(file)):
+            metadata = rendered["metadata"]
+            for label in OF_HELM:
+                metadata.get("labels", {}).pop(label, None)
+            metadata.pop("namespace", None)
+            key = rendered["kind"], metadata["name"]
+            assert key not in found, f"{name}: {key} twice"
+            found[key] = rendered
+    return found
+
+
+def difference(path, ours, theirs):
+    """Where two values differ first."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted({*ours, *theirs}):
+            if ours.get(key) != theirs.get(key):
+                return difference(f"{path}.{key}", ours.get(key), theirs.get(key))
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for at, (one, other) in enumerate(zip(ours, theirs)):
+            if one != other:
+                return difference(f"{path}[{at}]", one, other)
+    return f"{path}: Kustomize has {ours!r}, the chart {theirs!r}"
+
+
+def alike(name):
+    """Both render the same."""
+    ours, theirs = objects(f"{name}.kustomize"), objects(f"{name}.helm")
+    assert ours.keys() == theirs.keys(), f"{name}: {ours.keys() ^ theirs.keys()}"
+    for key, rendered in ours.items():
+        if rendered != theirs[key]:
+            sys.exit(difference(f"{name}: {key[0]} {key[1]}", rendered, theirs[key]))
+    print(f"{name}: {len(ours)} objects, the same from Kustomize and from the chart")
+    return ours
+
+
+def valid(name, rendered):
+    """The API takes them."""
+    checked = [one for (kind, _), one in rendered.items() if kind not in FOREIGN]
+    for version in VERSIONS:
+        for one in checked:
+            kubernetes_validate.validate(one, version, strict=True)
+    left = len(rendered) - len(checked)
+    print(f"{name}: {len(checked)} fit the schemas of {', '.join(VERSIONS)}; {left} are of operators")
+
+
+def config(name, rendered):
+    """quorate takes the config, as a pod has it."""
+    text = rendered["ConfigMap", "quorate"]["data"]["quorate.toml"]
+    (container,) = rendered["StatefulSet", "quorate"]["spec"]["template"]["spec"]["containers"]
+    with tempfile.TemporaryDirectory() as folder:
+        # What the volumes hold.
+        os.mkdir(f"{folder}/secrets")
+        for file, content in [("secret", "s" * 40), ("tokens", f"ada:admin:{'0' * 64}\n")]:
+            with open(os.open(f"{folder}/secrets/{file}", os.O_CREAT | os.O_WRONLY, 0o600), "w", encoding="utf-8") as out:
+                out.write(content)
+        for command in ["ca"], ["node", "--replica", "1=127.0.0.1"]:
+            subprocess.run([QUORATE, "cert", *command, "--out", f"{folder}/admin"], check=True, capture_output=True)
+        for ending in ["crt", "key"]:
+            os.rename(f"{folder}/admin/replica-1.{ending}", f"{folder}/admin/tls.{ending}")
+        # This machine is no pod: its name has no number.
+        text = text.replace("/run/quorate", folder).replace('"from-hostname"', "1")
+        with open(f"{folder}/quorate.toml", "w", encoding="utf-8") as out:
+            out.write(text)
+        values = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+        values = {key: value.replace("$(POD_IP)", "10.0.0.1") for key, value in values.items()}
+        values = {key: value.replace("/run/quorate", folder) for key, value in values.items()}
+        command = [QUORATE, "config", "check", "--config", f"{folder}/quorate.toml"]
+        told = subprocess.run(command, env={**os.environ, **values}, capture_output=True, text=True)
+    if told.returncode:
+        sys.exit(f"{name}: {told.stderr}")
+    print(f"{name}: quorate takes the config")
+
+
+def promises(rendered):
+    """What the guide says of pods."""
+    pod = rendered["StatefulSet", "quorate"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    drain_s = 5 + 30
+    assert pod["terminationGracePeriodSeconds"] > drain_s
+    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 65532
+    assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert rendered["Service", "quorate-peers"]["spec"]["publishNotReadyAddresses"]
+    print("pods: no root, no capabilities, read-only, time to drain")
+
+
+def metrics():
+    """Alerts ask for metrics that there are."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    with open(f"{here}/helm/quorate/files/alerts.yaml", encoding="utf-8") as file:
+        asked = set(re.findall(r"quorate_[a-z_]+", file.read()))
+    with open(f"{here}/../../docs/reference/metrics.md", encoding="utf-8") as file:
+        known = set(re.findall(r"^\| `([a-z_]+)`", file.read(), re.M))
+    assert asked <= known, asked - known
+    print(f"alerts: {len(asked)} metrics, all in docs/reference/metrics.md")
+
+
+for case in ["base", "production"]:
+    same = alike(case)
+    valid(case, same)
+    config(case, same)
+    promises(same)
+metrics()
