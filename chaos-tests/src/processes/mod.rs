@@ -18,6 +18,7 @@ mod layout;
 pub mod load;
 mod look;
 mod options;
+pub mod upgrade;
 mod waiting;
 
 use std::fs;
@@ -106,7 +107,11 @@ impl ProcessCluster {
     /// # Errors
     /// When something does not start, or not in time.
     pub async fn start(options: ClusterOptions) -> anyhow::Result<Self> {
-        let binary = binary::quorate()?;
+        Self::start_from(binary::quorate()?, options).await
+    }
+
+    /// As [`ProcessCluster::start`], with another program.
+    async fn start_from(binary: PathBuf, options: ClusterOptions) -> anyhow::Result<Self> {
         let dir = tempfile::Builder::new()
             .prefix("quorate-chaos-")
             .tempdir()?;
@@ -158,6 +163,11 @@ impl ProcessCluster {
             cluster.wait_ready(number).await?;
         }
         Ok(cluster)
+    }
+
+    /// What replicas are from now on, when they start.
+    fn set_program(&mut self, binary: PathBuf) {
+        self.binary = binary;
     }
 
     /// Where load goes: the replicas, those that are down passed over.

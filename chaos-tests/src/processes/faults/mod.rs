@@ -224,7 +224,7 @@ impl FaultContext {
 
     /// Stops a replica by SIGTERM, as an orchestrator does: what goes on to it until it says that
     /// it is not ready must be answered.
-    async fn leave(&mut self, number: usize) -> anyhow::Result<()> {
+    pub(super) async fn leave(&mut self, number: usize) -> anyhow::Result<()> {
         self.cluster.signal(number, rustix::process::Signal::TERM)?;
         let what = format!("replica {} says that it is leaving", number + 1);
         until(&what, async || {

@@ -1,0 +1,162 @@
+//! A rolling upgrade under load: three replicas of one build become three of another, one after the
+//! other, the leader last, as docs/guide/upgrades.md tells operators to do it.
+//!
+//! After each step everything must hold that holds after a fault: nothing failed, all digests agree
+//! over both builds, every counter is what the engines told, and every replica knows what the last
+//! requests put into the caches. Then, if asked, all the way back.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use rand::SeedableRng as _;
+use rand::rngs::SmallRng;
+use serde::Serialize;
+
+use super::book::ClientLedger;
+use super::faults::FaultContext;
+use super::load::{LoadOptions, RunningLoad};
+use super::{ClusterOptions, ProcessCluster, binary, checks};
+
+/// What is upgraded, and how.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UpgradeOptions {
+    /// The program that the cluster starts with.
+    pub from: PathBuf,
+    /// The program that it ends with; `None`: that of this workspace.
+    pub to: Option<PathBuf>,
+    /// Whether it goes all the way back, too.
+    pub is_there_and_back: bool,
+    /// Requests answered before the first step, between two steps, and after the last.
+    pub requests: u64,
+    /// With TLS everywhere, a token and keys.
+    pub is_secure: bool,
+}
+
+/// What a step came to: the replacement of one replica, and the load until the next step.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct UpgradeStep {
+    /// What was done.
+    pub what: String,
+    /// Replicas of the earlier and of the later build from then on.
+    pub replicas: [usize; 2],
+    /// Requests answered.
+    pub answered: u64,
+    /// Requests that failed.
+    pub failed: u64,
+    /// Share of prompt tokens that engines found in their caches, in percent.
+    pub hit_percent: f64,
+    /// Longest time without an answer from a replica that was up, in milliseconds.
+    pub stall_ms: u64,
+}
+
+/// The cluster on its way.
+struct Rollout<'a> {
+    stage: FaultContext,
+    options: &'a UpgradeOptions,
+    is_later: Vec<bool>,
+    steps: Vec<UpgradeStep>,
+}
+
+/// Upgrades a cluster of three; answers how it went, step by step.
+///
+/// # Errors
+/// What does not hold after which step.
+pub async fn run(options: &UpgradeOptions) -> anyhow::Result<Vec<UpgradeStep>> {
+    let to = options.to.clone().map_or_else(binary::quorate, Ok)?;
+    let cluster_options = ClusterOptions {
+        config: "[drain]\ndns_ttl = \"500ms\"\n",
+        // Both builds write snapshots, and read those of the other.
+        cluster_config: "snapshot_every = 400",
+        is_secure: options.is_secure,
+        ..ClusterOptions::default()
+    };
+    let cluster = ProcessCluster::start_from(options.from.clone(), cluster_options).await?;
+    let load = RunningLoad::start(&cluster, LoadOptions::default());
+    // Figures are kept from the first time on that somebody asks.
+    load.book().take_figures();
+    let mut rollout = Rollout {
+        is_later: vec![false; cluster.replicas()],
+        stage: FaultContext {
+            cluster,
+            load,
+            random: SmallRng::seed_from_u64(1),
+        },
+        options,
+        steps: Vec::new(),
+    };
+    rollout.serve("start".to_owned()).await?;
+    rollout.replace_all(&to, true).await?;
+    if options.is_there_and_back {
+        rollout.replace_all(&options.from, false).await?;
+    }
+    let Rollout { stage, steps, .. } = rollout;
+    stage.load.stop().await?;
+    stage.cluster.stop();
+    Ok(steps)
+}
+
+impl Rollout<'_> {
+    /// Replaces the followers, then the leader.
+    async fn replace_all(&mut self, program: &Path, is_later: bool) -> anyhow::Result<()> {
+        self.stage.cluster.set_program(program.to_owned());
+        let leader = self.stage.cluster.leader().await?;
+        let mut order = self.stage.others(leader);
+        order.push(leader);
+        for replica in order {
+            let word = if is_later { "upgrade" } else { "downgrade" };
+            let role = if replica == leader {
+                ", the leader"
+            } else {
+                ""
+            };
+            let what = format!("{word} replica {}{role}", replica + 1);
+            let replaced = self.replace(replica, is_later).await;
+            replaced.with_context(|| what.clone())?;
+            self.serve(what).await?;
+        }
+        Ok(())
+    }
+
+    /// Stops a replica as an orchestrator does, and starts the other program in its place.
+    async fn replace(&mut self, replica: usize, is_later: bool) -> anyhow::Result<()> {
+        self.stage.leave(replica).await?;
+        self.stage.cluster.restart(&[replica]).await?;
+        self.is_later[replica] = is_later;
+        Ok(())
+    }
+
+    /// Has the cluster serve as it is, and checks what must hold.
+    async fn serve(&mut self, what: String) -> anyhow::Result<()> {
+        let Self { stage, .. } = self;
+        let all: Vec<usize> = (0..self.is_later.len()).collect();
+        let each = self.options.requests.div_ceil(all.len() as u64);
+        stage.load.after_by_each(&all, each).await?;
+        let checked = checks::check(&stage.cluster, &stage.load).await;
+        checked.with_context(|| format!("after this step: {what}"))?;
+        let later = self.is_later.iter().filter(|is_later| **is_later).count();
+        let mut book = stage.load.book();
+        let before = self.steps.iter().map(|step| step.answered).sum();
+        let step = step(&mut book, what, before);
+        drop(book);
+        self.steps.push(UpgradeStep {
+            replicas: [all.len() - later, later],
+            ..step
+        });
+        Ok(())
+    }
+}
+
+/// What came of the load since the last step.
+fn step(book: &mut ClientLedger, what: String, answered_before: u64) -> UpgradeStep {
+    let stall = book.stall.gap;
+    let figures = book.take_figures();
+    book.measure();
+    UpgradeStep {
+        what,
+        replicas: [0; 2],
+        answered: book.answered - answered_before,
+        failed: book.failed,
+        hit_percent: figures.hit_percent(),
+        stall_ms: u64::try_from(stall.as_millis()).unwrap_or(u64::MAX),
+    }
+}
