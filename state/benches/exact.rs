@@ -14,7 +14,7 @@ use rand_xoshiro::SplitMix64;
 use rand_xoshiro::rand_core::{RngCore, SeedableRng};
 use state::RouterState;
 use state::codec::{decode_envelope, encode_envelope};
-use state::command::{BackendSpec, Command, Envelope, Item, Lane, Origin};
+use state::command::{BackendSpec, Command, EngineFacts, Envelope, Item, Lane, Origin};
 use state::exact::{KvBatch, KvEvent, KvMessage, KvMode, KvNews};
 use state::ids::{
     AttemptId, BackendRef, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId, Slot,
@@ -197,8 +197,31 @@ fn main() -> std::io::Result<()> {
         "6,000 of each a second          {share:8.2} % of a core"
     )?;
 
+    foreseen(&mut bench, blocks, &mut out)?;
     freeze(&mut bench, blocks, &mut out)?;
     clear(&mut bench, &mut out)
+}
+
+/// Measures the same once engines tell how many blocks they have room for, so that what they evict
+/// next is published after each message.
+fn foreseen(bench: &mut Bench, blocks: usize, out: &mut dyn Write) -> std::io::Result<()> {
+    for backend in bench.backends.clone() {
+        let capacity = bench.state.owned_blocks(backend.slot);
+        let facts = EngineFacts {
+            capacity_blocks: Some(u32::try_from(capacity).expect("a bench's size")),
+            ..EngineFacts::default()
+        };
+        bench.apply(Command::Batch {
+            base_attempt: AttemptId(0),
+            items: vec![Item::ObserveEngine { backend, facts }],
+        });
+    }
+    let messages = blocks / PROMPT_BLOCKS / 2;
+    let turned = bench.run(messages, true);
+    writeln!(
+        out,
+        "the same, evictions foreseen    {turned:8.0} ns a pair of blocks"
+    )
 }
 
 /// Measures a snapshot, and its cost to concurrent changes.
