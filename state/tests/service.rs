@@ -12,7 +12,8 @@ use state::command::{BackendSpec, Command, EngineFacts, Item, LeaseOutcome, Repl
 use state::ids::{BackendRef, BlockHash, Incarnation, Slot};
 use state::policy::RoutingSettings;
 use state::service::{
-    ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX, BackendServiceView, CapacitySource, ServiceSample,
+    ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX, BackendServiceView, BeliefSample, CapacitySource,
+    ServiceSample,
 };
 
 const BACKEND: BackendRef = BackendRef {
@@ -91,9 +92,25 @@ fn chain(conversation: u64, blocks: u64) -> Vec<BlockHash> {
 /// Sends requests of many conversations to an engine that really holds `holds` blocks, and reports
 /// predicted and actual cache hits to the log.
 fn drive(driver: &mut Driver, holds: usize, requests: u64) {
-    let mut cache = Cache::new(holds);
-    let mut draw = 1_u64;
+    drive_on(driver, &mut Cache::new(holds), requests, Told::Sums);
+}
+
+/// What of predictions and hits is reported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Told {
+    /// Sums.
+    Sums,
+    /// Which predictions held.
+    Beliefs,
+    /// The same, of an engine that has so many of a hundred parts of what it should.
+    Less(u64),
+}
+
+/// The same with a cache that stays, for attempts after those before.
+fn drive_on(driver: &mut Driver, cache: &mut Cache, requests: u64, told: Told) {
+    let mut draw = 1_u64 + cache.clock;
     let mut sample = ServiceSample::empty(BACKEND);
+    let mut belief = nothing_believed();
     for request in 0..requests {
         draw = draw
             .wrapping_mul(0x5851_f42d_4c95_7f2d)
@@ -123,17 +140,49 @@ fn drive(driver: &mut Driver, holds: usize, requests: u64) {
                 },
             ]),
         );
+        let mut cached = cache.run(&chain) as u64;
+        if let Told::Less(percent) = told {
+            cached = cached * percent / 100;
+        }
         sample.predicted += 1;
         sample.predicted_prompt_tokens += 40 * BLOCK_TOKENS;
         sample.predicted_cached_tokens += u64::from(matched) * BLOCK_TOKENS;
-        sample.cached_tokens += cache.run(&chain) as u64 * BLOCK_TOKENS;
+        sample.cached_tokens += cached * BLOCK_TOKENS;
+        judge(&mut belief, matched.into(), cached);
         if request % 8 == 7 {
-            let item = Item::ObserveService(Box::new(sample));
+            let item = match told {
+                Told::Sums => Item::ObserveService(Box::new(sample)),
+                Told::Beliefs | Told::Less(_) => Item::ObserveBelief(belief),
+            };
             driver.apply(1, batch(vec![item]));
             sample = ServiceSample::empty(BACKEND);
+            belief = nothing_believed();
         }
     }
     assert_eq!(driver.state.check(), Ok(()));
+}
+
+fn nothing_believed() -> BeliefSample {
+    BeliefSample {
+        backend: BACKEND,
+        held: 0,
+        lost: 0,
+        found: 0,
+        computed_blocks: 0,
+    }
+}
+
+/// As replicas count.
+fn judge(belief: &mut BeliefSample, predicted: u64, cached: u64) {
+    belief.computed_blocks += 40 - cached;
+    if predicted.max(cached) < 4 {
+    } else if cached * 2 < predicted {
+        belief.lost += 1;
+    } else if predicted * 2 < cached {
+        belief.found += 1;
+    } else {
+        belief.held += 1;
+    }
 }
 
 fn off_beyond(permille: u32) -> Command {
@@ -180,6 +229,73 @@ fn an_engine_that_told_the_truth_is_left_alone() {
         !accuracy.is_off && accuracy.error_permille.abs() < 20,
         "{accuracy:?}"
     );
+}
+
+#[test]
+fn a_capacity_that_is_a_little_off_is_corrected_early() {
+    for (told, holds) in [
+        (1100, 1000),
+        (900, 1000),
+        (1150, 1000),
+        (1000, 1000),
+        (2000, 2000),
+    ] {
+        let mut driver = cluster(Some(told), spec("a", 1, None));
+        let mut cache = Cache::new(holds);
+        drive_on(&mut driver, &mut cache, 2000, Told::Beliefs);
+        let capacity = served(&driver).capacity_blocks.unwrap();
+        let off = u64::from(capacity).abs_diff(holds as u64) * 1000 / holds as u64;
+        assert!(off <= 35, "{told} was told of {holds}: {capacity}");
+        if told as usize == holds {
+            assert_eq!(capacity, told, "the truth is left alone");
+        }
+        let restored = restored(&snapshot(&driver.state));
+        assert_eq!(restored.digest(), driver.state.digest());
+        let begun = EngineFacts {
+            started_at_s: Some(200),
+            ..EngineFacts::default()
+        };
+        observe(&mut driver, begun);
+        let facts = EngineFacts {
+            capacity_blocks: Some(500),
+            ..EngineFacts::default()
+        };
+        let backend = BackendRef {
+            incarnation: Incarnation(2),
+            ..BACKEND
+        };
+        driver.apply(1, batch(vec![Item::ObserveEngine { backend, facts }]));
+        assert_eq!(served(&driver).capacity_blocks, Some(500), "another life");
+        assert_eq!(driver.state.check(), Ok(()));
+    }
+}
+
+#[test]
+fn what_has_other_causes_moves_no_capacity() {
+    let mut driver = cluster(Some(1000), spec("a", 1, None));
+    let mut cache = Cache::new(1000);
+    let mut before = 1000;
+    let mut is_left_alone = |driver: &Driver| {
+        let capacity = served(driver).capacity_blocks.unwrap();
+        let step = capacity.abs_diff(before);
+        assert!(step <= before / 32 + 1, "{before} became {capacity}");
+        before = capacity;
+    };
+    drive_on(&mut driver, &mut cache, 1000, Told::Beliefs);
+    // The engine loses its cache, and nobody says so.
+    for _ in 0..4 {
+        let clock = cache.clock;
+        cache = Cache::new(1000);
+        cache.clock = clock;
+        drive_on(&mut driver, &mut cache, 400, Told::Beliefs);
+        is_left_alone(&driver);
+    }
+    // Its tokens are others than those here.
+    for percent in [0, 30, 45, 60, 90] {
+        drive_on(&mut driver, &mut cache, 2000, Told::Less(percent));
+        is_left_alone(&driver);
+    }
+    assert!((900..=1100).contains(&before), "{before}");
 }
 
 #[test]

@@ -163,7 +163,7 @@ fn faults_name_their_place() {
     ];
     expect_test::expect![[r#"
         corrupt snapshot at byte 0: this is no snapshot of a router's state
-        corrupt snapshot at byte 8: format version 0, 8 or an earlier one expected
+        corrupt snapshot at byte 8: format version 0, 10 or an earlier one expected
         corrupt snapshot at byte 34: the header's checksum does not match
         corrupt snapshot at byte 42: the section's checksum does not match
         corrupt snapshot at byte 42: section of 4278190115 bytes, 268435456 at most

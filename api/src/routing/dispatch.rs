@@ -5,7 +5,7 @@
 //! is an [`Attempt`](super::Attempt).
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use state::StateView;
@@ -42,6 +42,8 @@ pub struct Dispatcher {
     pub(super) session: SessionId,
     pub(super) last_attempt: AtomicU64,
     pub(super) samples: ServiceSamples,
+    /// Whether all members can read what these say of capacities.
+    pub(super) tells_beliefs: AtomicBool,
     pub(super) lengths: OutputLengths,
     pub(super) texts: TextSums,
     pub(super) priced: PricedTotal,
@@ -117,9 +119,17 @@ impl Dispatcher {
     /// Queues the samples that are worth it at `now`. One that there is no room for is lost: what
     /// it says will be said again.
     pub fn tell_samples(&self, now: Instant) {
-        for sample in self.samples.take(now) {
+        for (sample, belief) in self.samples.take(now) {
             self.outbox.note(Item::ObserveService(Box::new(sample)));
+            if let Some(belief) = belief.filter(|_| self.tells_beliefs.load(Relaxed)) {
+                self.outbox.note(Item::ObserveBelief(belief));
+            }
         }
+    }
+
+    /// Whether all members can read which predictions held, from here on.
+    pub fn tell_beliefs(&self, can_be_read: bool) {
+        self.tells_beliefs.store(can_be_read, Relaxed);
     }
 
     /// Queues the output lengths for the log. Those that there is no room for are lost: others like

@@ -50,7 +50,7 @@ mod texts;
 mod verdict;
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
@@ -325,6 +325,7 @@ impl Router {
             session,
             last_attempt: AtomicU64::new(0),
             samples: ServiceSamples::default(),
+            tells_beliefs: AtomicBool::new(false),
             lengths: OutputLengths::default(),
             texts: TextSums::default(),
             priced: PricedTotal::default(),

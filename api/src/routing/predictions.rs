@@ -8,14 +8,16 @@
 
 use std::time::Duration;
 
-use state::ids::UserKey;
-use state::service::ServiceSample;
+use state::ids::{BackendRef, UserKey};
+use state::service::{BeliefSample, ServiceSample};
 use tokio::time::Instant;
 
 /// How long predictions of one user alone wait.
 const ALONE_MAX: Duration = Duration::from_secs(60);
 /// Most users told apart; all further ones count as one.
 const USERS_MAX: usize = 64;
+/// What is predicted and cached of a request at least, of which one counts, in tokens.
+const TELLING_TOKENS_MIN: u64 = 64;
 /// Most tokens that one request is taken to have.
 const TOKENS_MAX: u64 = 1 << 24;
 
@@ -34,17 +36,38 @@ pub(super) struct Prediction {
     prompt_tokens: u64,
     predicted_tokens: u64,
     cached_tokens: u64,
+    /// Requests of which most of what was predicted was cached and the other way round, of which it
+    /// was not cached, and of which it was not predicted.
+    held: u32,
+    lost: u32,
+    found: u32,
+    /// Blocks that were not cached.
+    computed_blocks: u64,
 }
 
 impl Prediction {
-    /// Of one request, whose engine told what it had cached.
-    pub(super) fn of(prompt_tokens: u64, predicted_tokens: u64, cached_tokens: u64) -> Self {
+    /// Of one request, whose engine told what it had cached. `block_tokens`: tokens of a block.
+    pub(super) fn of(
+        prompt_tokens: u64,
+        predicted_tokens: u64,
+        cached_tokens: u64,
+        block_tokens: u32,
+    ) -> Self {
         let prompt_tokens = prompt_tokens.min(TOKENS_MAX);
+        let predicted = predicted_tokens.min(prompt_tokens);
+        let cached = cached_tokens.min(prompt_tokens);
+        let is_telling = predicted.max(cached) >= TELLING_TOKENS_MIN;
+        let is_lost = is_telling && cached * 2 < predicted;
+        let is_found = is_telling && predicted * 2 < cached;
         Self {
             requests: 1,
             prompt_tokens,
-            predicted_tokens: predicted_tokens.min(prompt_tokens),
-            cached_tokens: cached_tokens.min(prompt_tokens),
+            predicted_tokens: predicted,
+            cached_tokens: cached,
+            held: u32::from(is_telling && !is_lost && !is_found),
+            lost: u32::from(is_lost),
+            found: u32::from(is_found),
+            computed_blocks: (prompt_tokens - cached) / u64::from(block_tokens.max(1)),
         }
     }
 
@@ -54,6 +77,10 @@ impl Prediction {
             prompt_tokens: self.prompt_tokens + other.prompt_tokens,
             predicted_tokens: self.predicted_tokens + other.predicted_tokens,
             cached_tokens: self.cached_tokens + other.cached_tokens,
+            held: self.held.saturating_add(other.held),
+            lost: self.lost.saturating_add(other.lost),
+            found: self.found.saturating_add(other.found),
+            computed_blocks: self.computed_blocks + other.computed_blocks,
         }
     }
 
@@ -69,6 +96,18 @@ impl Prediction {
         sample.predicted_prompt_tokens = self.prompt_tokens;
         sample.predicted_cached_tokens = self.predicted_tokens;
         sample.cached_tokens = self.cached_tokens;
+    }
+
+    /// What it says of the capacity of `backend`; `None`: nothing.
+    pub(super) fn belief(&self, backend: BackendRef) -> Option<BeliefSample> {
+        let sample = BeliefSample {
+            backend,
+            held: self.held,
+            lost: self.lost,
+            found: self.found,
+            computed_blocks: self.computed_blocks,
+        };
+        (!sample.is_empty()).then_some(sample)
     }
 }
 
@@ -109,6 +148,8 @@ impl Predictions {
 
 #[cfg(test)]
 mod tests {
+    use state::ids::{Incarnation, Slot};
+
     use super::*;
 
     const HELD: Prediction = Prediction {
@@ -116,10 +157,14 @@ mod tests {
         prompt_tokens: 100,
         predicted_tokens: 80,
         cached_tokens: 80,
+        held: 1,
+        lost: 0,
+        found: 0,
+        computed_blocks: 5,
     };
 
     fn off(times: u64) -> Prediction {
-        Prediction::of(1000 * times, 1000 * times, 0)
+        Prediction::of(1000 * times, 1000 * times, 0, 4)
     }
 
     #[test]
@@ -150,13 +195,30 @@ mod tests {
     }
 
     #[test]
+    fn what_failed_by_most_of_it_is_counted() {
+        let backend = BackendRef {
+            slot: Slot(3),
+            incarnation: Incarnation(1),
+        };
+        let belief = |predicted, cached| {
+            let it = Prediction::of(400, predicted, cached, 16).belief(backend)?;
+            Some((it.held, it.lost, it.found, it.computed_blocks))
+        };
+        assert_eq!(belief(300, 290), Some((1, 0, 0, 6)));
+        assert_eq!(belief(300, 150), Some((1, 0, 0, 15)));
+        assert_eq!(belief(300, 149), Some((0, 1, 0, 15)));
+        assert_eq!(belief(0, 64), Some((0, 0, 1, 21)));
+        assert_eq!(belief(63, 0), None);
+    }
+
+    #[test]
     fn absurd_reports_stay_within_the_bounds_of_a_sample() {
         let (mut predictions, now) = (Predictions::default(), Instant::now());
-        let absurd = Prediction::of(u64::MAX, u64::MAX, u64::MAX);
+        let absurd = Prediction::of(u64::MAX, u64::MAX, u64::MAX, 4);
         for user in [1, 1, 2] {
             predictions.add(UserKey(user), absurd, now);
         }
-        predictions.add(UserKey(3), Prediction::of(0, 7, 7), now);
+        predictions.add(UserKey(3), Prediction::of(0, 7, 7, 4), now);
         let told = predictions.take(now);
         assert_eq!(told.cached_tokens, told.predicted_tokens);
         assert!(told.prompt_tokens <= 2 * TOKENS_MAX);

@@ -199,7 +199,7 @@ impl OpenPrefill {
         dispatcher
             .backends
             .found_cached(backend, user, predicted, cached);
-        let prediction = Prediction::of(tokens, predicted, cached);
+        let prediction = Prediction::of(tokens, predicted, cached, prompt.block_tokens);
         dispatcher.samples.predict(backend, user, prediction, now);
     }
 }

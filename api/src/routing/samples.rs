@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, UserKey};
-use state::service::{FIRST_TOKEN_US_MAX, GAP_US_MAX, LearntPrices, RUNNING_MAX, ServiceSample};
+use state::service::{
+    BeliefSample, FIRST_TOKEN_US_MAX, GAP_US_MAX, LearntPrices, RUNNING_MAX, ServiceSample,
+};
 use tokio::time::Instant;
 
 use super::Load;
@@ -99,8 +101,8 @@ impl ServiceSamples {
         event(&mut sum.sample, predictions);
     }
 
-    /// Takes out the samples that are worth it at `now`.
-    pub(super) fn take(&self, now: Instant) -> Vec<ServiceSample> {
+    /// Takes out the samples that are worth it at `now`, with what they say of capacities.
+    pub(super) fn take(&self, now: Instant) -> Vec<(ServiceSample, Option<BeliefSample>)> {
         let is_due = |sum: &mut PendingSample| {
             let sample = &sum.sample;
             sample.ended.max(sample.first_tokens) >= EVENTS_MIN
@@ -110,8 +112,9 @@ impl ServiceSamples {
         let taken = self.0.iter().filter_map(|place| {
             let mut place = lock(place);
             let mut sample = place.sum.take_if(is_due)?.sample;
-            place.predictions.take(now).count(&mut sample);
-            Some(sample)
+            let predictions = place.predictions.take(now);
+            predictions.count(&mut sample);
+            Some((sample, predictions.belief(sample.backend)))
         });
         taken.collect()
     }

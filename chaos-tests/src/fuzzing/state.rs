@@ -24,6 +24,7 @@ use state::prefix::{model_key, user_key};
 use state::quotas::UserLimits;
 use state::ratios::TextSample;
 use state::readers::Assignment;
+use state::service::BeliefSample;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use super::fixtures::{self as common, Driver, block, chain, restored, spec};
@@ -338,6 +339,13 @@ fn learnt(backend: BackendRef) -> Command {
             backend,
             tokens: 32,
         },
+        Item::ObserveBelief(BeliefSample {
+            backend,
+            held: 9,
+            lost: 2,
+            found: 1,
+            computed_blocks: 300,
+        }),
     ])
 }
 

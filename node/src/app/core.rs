@@ -32,7 +32,7 @@ use super::leadership::hand_over;
 pub use super::machine::Witness;
 use super::machine::{RouterMachine, SharedState};
 use super::ports::LogPort;
-use super::{absence, formation, judge, readers, registration};
+use super::{absence, formation, formats, judge, readers, registration};
 use crate::config::Config;
 use crate::planted::{self, Bug};
 
@@ -256,6 +256,8 @@ impl ReplicaCore {
         tasks.spawn(judge::watch(self.replica.clone(), shared, stop()));
         tasks.spawn(absence::watch(self.cluster(), stop()));
         tasks.spawn(clocks::pace(self.cluster(), self.replica.clone(), stop()));
+        let dispatcher = Arc::clone(parts.router.dispatcher());
+        tasks.spawn(formats::follow(self.replica.clone(), dispatcher, stop()));
         let view = Arc::clone(&parts.view);
         tasks.spawn(readers::assign(self.cluster(), Arc::clone(&view), stop()));
         let (backends, file) = (config.backends, config.file);

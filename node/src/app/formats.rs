@@ -7,10 +7,19 @@
 //! Announcements may be slightly outdated, so do not downgrade a replica while such commands are
 //! being proposed.
 
-use raft::{Member, Status};
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::routing::Dispatcher;
+use raft::{Member, Replica, Status};
 use state::codec::{FORMAT_VERSION, FORMAT_VERSION_COMMON, format_of};
 use state::command::Command;
+use tokio_util::sync::CancellationToken;
 
+/// From one look at the members to the next.
+const FOLLOW_EVERY: Duration = Duration::from_secs(1);
+/// Format of which builds read which predictions held.
+const BELIEFS_SINCE_FORMAT: u8 = 10;
 /// Name of the label.
 const LABEL: &str = "format";
 
@@ -56,6 +65,17 @@ pub(super) fn all_know(status: &Status, format: u8) -> bool {
         .members
         .values()
         .all(|member| known(member) >= format)
+}
+
+/// Has `dispatcher` tell which predictions held once all members can read it, until `stop`. The item
+/// goes with others in a batch, which one that cannot be read would hold back.
+pub(super) async fn follow(replica: Replica, dispatcher: Arc<Dispatcher>, stop: CancellationToken) {
+    let mut ticks = tokio::time::interval(FOLLOW_EVERY);
+    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+        let status = replica.status();
+        let is_known = !status.members.is_empty() && all_know(&status, BELIEFS_SINCE_FORMAT);
+        dispatcher.tell_beliefs(is_known);
+    }
 }
 
 /// Returns the newest format that a member knows.

@@ -20,7 +20,7 @@ use crate::prefix::HashSecret;
 use crate::pricing::{FairnessSettings, WEIGHT_MILLI_DEFAULT};
 use crate::ratios::TextSample;
 use crate::readers::Assignment;
-use crate::service::ServiceSample;
+use crate::service::{BeliefSample, ServiceSample};
 use crate::settings::{AdmissionSettings, UserLimits};
 use crate::validate::{are_models, ensure, is_name};
 
@@ -354,6 +354,8 @@ pub enum Item {
         /// Tokens per block of its cache.
         tokens: u32,
     },
+    /// Which predictions of cached prompts held and which did not. Format version 10.
+    ObserveBelief(BeliefSample),
 }
 
 /// How an attempt ended with respect to the engine's cache.

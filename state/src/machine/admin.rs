@@ -90,6 +90,7 @@ impl RouterState {
         self.leases.forget_slot(slot);
         self.service.forget(slot);
         self.assumed.forget(slot);
+        self.beliefs.forget(slot);
         self.block_sizes.forget(slot);
         self.exact.forget(slot);
         self.readers.forget(slot);

@@ -81,6 +81,7 @@ impl RouterState {
             Item::Leave { ticket } => self.leave(replica, ticket),
             Item::Grant { model, count } => self.grant(model, count),
             Item::ObserveText(sample) => self.observe_text(&sample),
+            Item::ObserveBelief(sample) => self.observe_belief(&sample),
             Item::ObserveBlockSize { backend, tokens } => self.observe_block_size(backend, tokens),
         };
         if is_applied {

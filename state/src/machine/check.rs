@@ -118,7 +118,9 @@ impl RouterState {
                 return Err(broken("I5", format!("{holder:?} holds {lease:?}")));
             }
         }
-        let mut measured = self.service.slots().chain(self.assumed.slots());
+        let mut measured = (self.service.slots())
+            .chain(self.assumed.slots())
+            .chain(self.beliefs.slots());
         if let Some(slot) = measured.find(|slot| self.backends.in_slot(*slot).is_none()) {
             return Err(broken("I5", format!("slot {slot} is empty and measured")));
         }

@@ -23,8 +23,8 @@ use crate::ratios::TextSample;
 use crate::readers::Assignment;
 use crate::reject::Rejection;
 use crate::service::{
-    AdaptiveLimit, BackendServiceView, CapacitySource, Holding, LimitFigures, ServiceSample,
-    ServiceView,
+    AdaptiveLimit, BackendServiceView, BeliefSample, CapacitySource, Holding, LimitFigures,
+    ServiceSample, ServiceView,
 };
 use crate::settings::AdmissionSettings;
 use crate::settings::UserLimits;
@@ -83,6 +83,7 @@ impl RouterState {
         }
         append_unless_default(&self.ratios, bytes);
         append_unless_default(&self.assumed, bytes);
+        append_unless_default(&self.beliefs, bytes);
         self.keys.append_digest(bytes);
         self.caches.append_digest(bytes);
         self.users.append_defaults_digest(bytes);
@@ -269,6 +270,21 @@ impl RouterState {
         true
     }
 
+    pub(super) fn observe_belief(&mut self, sample: &BeliefSample) -> bool {
+        let slot = sample.backend.slot;
+        if !self.backends.is_live(sample.backend) || !sample.is_plausible() {
+            return false;
+        }
+        let capacity_before = self.capacity_blocks(slot);
+        self.beliefs.observe(sample, self.holding(slot));
+        let capacity = self.capacity_blocks(slot);
+        if capacity != capacity_before {
+            self.ownership.set_capacity(slot, capacity);
+            self.is_service_changed = true;
+        }
+        true
+    }
+
     /// Whether the answers of the backend in `slot` teach its capacity: nobody told it, and its
     /// contents are predicted.
     fn learns_assumed(&self, slot: Slot) -> bool {
@@ -343,7 +359,7 @@ impl RouterState {
                     CapacitySource::Engine
                 },
                 learnt: figures.and_then(|figures| figures.learning.learnt()),
-                accuracy: figures.map(|figures| figures.accuracy.view()),
+                accuracy: figures.map(|it| it.accuracy.view(self.beliefs.permille(slot))),
             }
         }))
     }

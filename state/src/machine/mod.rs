@@ -44,7 +44,7 @@ use crate::grants::WaitingList;
 use crate::outputs::Outputs;
 use crate::ratios::LearntRatios;
 use crate::readers::Readers;
-use crate::service::{AssumedCapacities, ServiceStats};
+use crate::service::{Accuracy, AssumedCapacities, Beliefs, ServiceStats};
 use audit::Audit;
 pub use audit::{AUDIT_ENTRIES_MAX, AuditAction, AuditEntry};
 use leases::Leases;
@@ -77,6 +77,7 @@ pub struct RouterState {
     readers: Readers,
     service: ServiceStats,
     assumed: AssumedCapacities,
+    beliefs: Beliefs,
     outputs: Outputs,
     ratios: LearntRatios,
     waiting: WaitingList,
@@ -172,6 +173,7 @@ impl RouterState {
             readers: Readers::default(),
             service: ServiceStats::default(),
             assumed: AssumedCapacities::default(),
+            beliefs: Beliefs::default(),
             outputs: Outputs::default(),
             ratios: LearntRatios::default(),
             waiting: WaitingList::default(),
@@ -416,6 +418,7 @@ impl RouterState {
                 self.leases.forget_slot(slot);
                 self.service.forget(slot);
                 self.assumed.forget(slot);
+                self.beliefs.forget(slot);
                 self.exact.forget(slot);
                 self.ownership.remove_backend(slot);
                 let capacity = self.capacity_blocks(slot);
@@ -437,8 +440,12 @@ impl RouterState {
             let is_assumed = self.time.paced.is_some();
             return is_assumed.then(|| self.assumed.blocks(slot, self.assumed_share()));
         };
-        let figures = self.service.figures(slot);
-        Some(figures.map_or(told, |figures| figures.accuracy.corrected(told)))
+        let (figures, belief) = (self.service.figures(slot), self.beliefs.permille(slot));
+        let corrected = match figures {
+            Some(figures) => figures.accuracy.corrected(told, belief),
+            None => Accuracy::default().corrected(told, belief),
+        };
+        Some(corrected)
     }
 
     /// Returns the capacity that each backend of unknown capacity starts with.

@@ -1,7 +1,7 @@
 //! Snapshots: frozen in microseconds, written while `apply` runs, and verified byte for byte when
 //! read.
 //!
-//! # Format, version 8 (integers little-endian)
+//! # Format, version 10 (integers little-endian)
 //! Header: magic `QUORATES`, version `u16`, applied index `u64`, digest `u128`, `xxh3_64` of these.
 //!
 //! Sections: tag `u8`, payload length `u32`, payload, `xxh3_64` of tag, length and payload. Config,
@@ -9,7 +9,7 @@
 //! keys, cache scopes and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 7 lacks roles of backends, what users have who were not given their own, and who of those
+//! Version 8 lacks what is believed of capacities. Version 7 also lacks roles of backends, what users have who were not given their own, and who of those
 //! that are kept follows it. Version 6 also lacks cache scopes. Version 5 also lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
 //! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
@@ -17,6 +17,8 @@
 //!
 //! A restored state must have the digest in the header. This catches missing, duplicated and
 //! swapped sections as well as faults in derived data.
+
+mod tag;
 
 use std::io::{Read, Write};
 
@@ -33,12 +35,15 @@ use crate::grants::WaitingList;
 use crate::ids::LogIndex;
 use crate::keys::{KeysImage, RevokedKeys};
 use crate::ownership::FrozenOwnership;
+use crate::service::Beliefs;
 use crate::users::UsersImage;
 
 /// Newest version of the snapshot format.
-pub const SNAPSHOT_VERSION: u16 = 8;
-/// Version of a state without roles of backends or defaults of users, and without a trace of these
-/// in the audit.
+pub const SNAPSHOT_VERSION: u16 = 10;
+/// Version of a state without anything that version 10 introduced.
+const SNAPSHOT_VERSION_ROLES: u16 = 8;
+/// Version of a state that also lacks roles of backends and defaults of users, and is without a trace
+/// of these in the audit.
 const SNAPSHOT_VERSION_SCOPES: u16 = 7;
 /// Version of a state that also lacks cache scopes, and is without a trace of them in the audit.
 const SNAPSHOT_VERSION_PLANS: u16 = 6;
@@ -58,37 +63,6 @@ const MAGIC: [u8; 8] = *b"QUORATES";
 const HEADER_BYTES: usize = 8 + 2 + 8 + 16;
 /// Maximum payload of one section, in bytes.
 const SECTION_BYTES_MAX: u32 = encoding::SECTION_BYTES_MAX as u32;
-
-mod tag {
-    //! Tags of the sections.
-    pub(super) const CONFIG: u8 = 1;
-    pub(super) const BACKENDS: u8 = 2;
-    pub(super) const SESSIONS: u8 = 3;
-    pub(super) const AUDIT: u8 = 4;
-    pub(super) const LEASES: u8 = 5;
-    pub(super) const USERS_TOTALS: u8 = 6;
-    pub(super) const USERS: u8 = 7;
-    pub(super) const SETTINGS: u8 = 8;
-    pub(super) const READERS: u8 = 9;
-    pub(super) const STANDINGS: u8 = 10;
-    pub(super) const SERVICE: u8 = 11;
-    pub(super) const OUTPUTS: u8 = 12;
-    pub(super) const WAITING: u8 = 13;
-    pub(super) const EXACT: u8 = 14;
-    pub(super) const RESTORE: u8 = 15;
-    pub(super) const HASHING: u8 = 16;
-    pub(super) const TIME: u8 = 17;
-    pub(super) const RATIOS: u8 = 18;
-    pub(super) const ASSUMED: u8 = 19;
-    pub(super) const BLOCK_SIZES: u8 = 20;
-    pub(super) const KEYS: u8 = 21;
-    pub(super) const REVOKED_KEYS: u8 = 22;
-    pub(super) const PLANS: u8 = 23;
-    pub(super) const CACHES: u8 = 24;
-    pub(super) const USER_DEFAULTS: u8 = 25;
-    pub(super) const UNWEIGHTED: u8 = 26;
-    pub(super) const END: u8 = 255;
-}
 
 /// A frozen image of a state, ready to be written.
 pub struct FrozenState {
@@ -238,8 +212,10 @@ impl RouterState {
                 .as_ref()
                 .is_some_and(StagedRestore::is_of_version_6);
         let has_defaults = self.users.defaults().is_some() || self.audit.has_version_8();
-        if has_defaults || self.backends.have_roles() {
+        if self.beliefs != Beliefs::default() {
             SNAPSHOT_VERSION
+        } else if has_defaults || self.backends.have_roles() {
+            SNAPSHOT_VERSION_ROLES
         } else if !self.caches.is_empty() || self.audit.has_version_7() {
             SNAPSHOT_VERSION_SCOPES
         } else if is_of_version_6 {
@@ -255,7 +231,7 @@ impl RouterState {
         }
     }
 
-    /// Encodes the parts that version 4 introduced, as far as they are not empty.
+    /// Encodes the parts that version 4 introduced, and one of version 10, as far as they are not empty.
     fn later_sections(&self) -> Vec<(u8, Vec<u8>)> {
         let time = self.time.paced.as_ref().map(encoding::to_bytes);
         let sections = [
@@ -263,6 +239,7 @@ impl RouterState {
             (tag::RATIOS, unless_default(&self.ratios)),
             (tag::ASSUMED, unless_default(&self.assumed)),
             (tag::BLOCK_SIZES, unless_default(&self.block_sizes)),
+            (tag::BELIEFS, unless_default(&self.beliefs)),
         ];
         let sections = sections.into_iter();
         sections
@@ -382,6 +359,7 @@ impl RouterState {
             tag::EXACT => self.exact.restore_piece(payload)?,
             tag::TIME => self.time.paced = Some(section(payload)?),
             tag::ASSUMED => self.assumed = section(payload)?,
+            tag::BELIEFS => self.beliefs = section(payload)?,
             tag::BLOCK_SIZES => {
                 self.block_sizes = section(payload)?;
                 self.block_sizes.check(&self.backends)?;

@@ -88,21 +88,29 @@ impl Accuracy {
         self.correct(holding);
     }
 
-    pub(crate) fn view(&self) -> AccuracyView {
+    /// `belief_permille`: what counted predictions add to the correction.
+    pub(crate) fn view(&self, belief_permille: u32) -> AccuracyView {
         AccuracyView {
             prompt_tokens: self.prompt_tokens,
             predicted_tokens: self.predicted_tokens,
             cached_tokens: self.cached_tokens,
             error_permille: self.error_permille(),
             is_off: self.is_off,
-            correction_permille: self.correction_permille(),
+            correction_permille: self.combined_permille(belief_permille),
         }
     }
 
-    /// Returns the corrected value of a capacity reported by the engine.
-    pub(crate) fn corrected(&self, told: u32) -> u32 {
-        let corrected = u64::from(told) * u64::from(self.correction_permille()) / 1000;
+    /// Returns the corrected value of a capacity reported by the engine; see [`Accuracy::view`].
+    pub(crate) fn corrected(&self, told: u32, belief_permille: u32) -> u32 {
+        let permille = self.combined_permille(belief_permille);
+        let corrected = u64::from(told) * u64::from(permille) / 1000;
         u32::try_from(corrected).unwrap_or(u32::MAX).max(1)
+    }
+
+    fn combined_permille(&self, belief_permille: u32) -> u32 {
+        // At most 2000 times 1400.
+        let permille = self.correction_permille() * belief_permille / 1000;
+        permille.clamp(CORRECTION_MIN_PERMILLE, CORRECTION_MAX_PERMILLE)
     }
 
     fn correction_permille(&self) -> u32 {

@@ -6,6 +6,7 @@
 
 mod accuracy;
 mod assumed;
+mod belief;
 mod fit;
 mod learnt;
 pub mod limits;
@@ -23,6 +24,8 @@ pub use accuracy::AccuracyView;
 pub(crate) use accuracy::{Accuracy, Holding};
 pub use assumed::{ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX};
 pub(crate) use assumed::{AssumedCapacities, share};
+pub use belief::BeliefSample;
+pub(crate) use belief::Beliefs;
 pub(crate) use learnt::PriceLearner;
 pub use learnt::{LEARNT_FIRST_TOKENS_MIN, LearntPrices};
 pub(crate) use limits::AdaptiveLimit;

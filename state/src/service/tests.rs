@@ -305,8 +305,42 @@ proptest! {
                 prop_assert!(learnt.decode_ns_per_request <= 1_000_000_000);
                 prop_assert!(learnt.first_tokens <= 1024 && learnt.gaps <= 1024);
             }
-            let corrected = accuracy.corrected(1000);
+            let corrected = accuracy.corrected(1000, 1000);
             prop_assert!((500..=2000).contains(&corrected), "{}", corrected);
+        }
+    }
+}
+
+proptest! {
+    /// Whatever is reported, a step is a thirty-second, the bounds hold, and nothing moves but by
+    /// evidence: failures in one direction, more than those in the other.
+    #[test]
+    fn a_belief_moves_in_bounded_steps(
+        samples in prop::collection::vec(
+            (0_u32..60, 0_u32..12, 0_u32..12, 0_u64..2000, 0_u64..1100, any::<bool>()),
+            1..200,
+        ),
+    ) {
+        let mut beliefs = Beliefs::default();
+        for (held, lost, found, computed_blocks, owned, is_absurd) in samples {
+            let before = beliefs.permille(Slot(0));
+            let absurd = |count: u32| if is_absurd { count << 20 } else { count };
+            let sample = BeliefSample {
+                backend: BACKEND,
+                held: absurd(held),
+                lost: absurd(lost),
+                found: absurd(found),
+                computed_blocks,
+            };
+            if !sample.is_plausible() {
+                continue;
+            }
+            beliefs.observe(&sample, Holding { owned, capacity: Some(1000) });
+            let after = beliefs.permille(Slot(0));
+            prop_assert!((700..=1400).contains(&after));
+            prop_assert!(before.abs_diff(after) <= before / 32);
+            prop_assert!(after >= before || lost > found || held > 0);
+            prop_assert!(owned >= 938 || before == after, "what is not full is left alone");
         }
     }
 }
@@ -333,7 +367,7 @@ fn a_mark_comes_with_evidence_and_goes_with_more() {
             let sample = predicted(8192, 8192 * predicted_permille / 1000, 4096);
             accuracy.observe(&sample, 200, unbounded);
         }
-        accuracy.view().is_off
+        accuracy.view(1000).is_off
     };
     assert!(!see(900, 3), "too few tokens to say");
     assert!(see(900, 1));
@@ -344,7 +378,7 @@ fn a_mark_comes_with_evidence_and_goes_with_more() {
     assert!(!see(590, 60));
     assert!(!see(650, 60), "and not off again within the bound");
     assert_eq!(
-        accuracy.view().correction_permille,
+        accuracy.view(1000).correction_permille,
         1000,
         "nothing to correct"
     );
@@ -367,7 +401,7 @@ fn a_capacity_is_corrected_where_it_bounds_the_belief_and_by_two_at_most() {
                 holding,
             );
         }
-        accuracy.corrected(1000)
+        accuracy.corrected(1000, 1000)
     };
     assert_eq!(run(full, 900, 100), 500);
     assert_eq!(run(full, 100, 900), 2000);

@@ -94,7 +94,8 @@ impl OpenAttempt {
             let predicted = self.prompt.predicted_of(usage.prompt_tokens);
             self.meter
                 .count_prefix(usage.prompt_tokens, predicted, cached);
-            let prediction = Prediction::of(usage.prompt_tokens, predicted, cached);
+            let block_tokens = self.prompt.block_tokens;
+            let prediction = Prediction::of(usage.prompt_tokens, predicted, cached, block_tokens);
             let user = self.charged.user;
             dispatcher
                 .backends

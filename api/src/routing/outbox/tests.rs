@@ -76,7 +76,8 @@ fn cut(outbox: &mut Outbox) -> Vec<String> {
         | Item::Leave { .. }
         | Item::Grant { .. }
         | Item::ObserveText(_)
-        | Item::ObserveBlockSize { .. } => format!("note {item:?}"),
+        | Item::ObserveBlockSize { .. }
+        | Item::ObserveBelief(_) => format!("note {item:?}"),
     };
     items.into_iter().map(show).collect()
 }

@@ -100,17 +100,39 @@ fn a_sample_waits_until_it_is_worth_its_place() {
     finish(&[Slot(1)]);
     let taken = bench.router.dispatcher().samples.take(now);
     assert_eq!(taken.len(), 1);
-    assert_eq!((taken[0].ended, taken[0].prompt_tokens), (8, 24));
-    assert_eq!(
-        (taken[0].added_tokens, taken[0].added_squared),
-        (8 * 5, 8 * 25)
-    );
+    let (sample, _) = &taken[0];
+    assert_eq!((sample.ended, sample.prompt_tokens), (8, 24));
+    assert_eq!((sample.added_tokens, sample.added_squared), (8 * 5, 8 * 25));
     let later = now + Duration::from_secs(6);
     assert_eq!(
         bench.router.dispatcher().samples.take(later).len(),
         1,
         "however few"
     );
+}
+
+#[test]
+fn which_predictions_held_is_told_once_all_can_read_it() {
+    let bench = Bench::new(1);
+    let identity = bench.identify(&"a".repeat(4000));
+    let told = |can_be_read| {
+        let dispatcher = bench.router.dispatcher();
+        dispatcher.tell_beliefs(can_be_read);
+        for _ in 0..8 {
+            let (_, mut attempt) = bench.start(&identity);
+            attempt.usage(usage(1000, Some(0), 2), Instant::now());
+            attempt.end(AttemptEnd::Finished, Instant::now());
+            bench.flush();
+        }
+        // One user alone is waited for.
+        dispatcher.tell_samples(Instant::now() + Duration::from_secs(120));
+        let queued = bench.router.outbox().status().queued_items;
+        bench.flush();
+        queued
+    };
+    assert_eq!(told(false), 1, "sums");
+    assert_eq!(told(true), 2);
+    bench.assert_quiet();
 }
 
 #[test]

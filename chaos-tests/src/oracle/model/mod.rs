@@ -279,6 +279,11 @@ impl ReferenceModel {
                     self.unfollow(sample.backend);
                 }
             }
+            Item::ObserveBelief(sample) => {
+                if self.registry.learns_capacity(sample.backend) {
+                    self.unfollow(sample.backend);
+                }
+            }
             Item::ObserveOutputs { .. } => {}
             Item::ObserveText(sample) => self.texts.observe(sample),
             Item::ObserveBlockSize { backend, tokens } => {

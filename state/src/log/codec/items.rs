@@ -14,7 +14,7 @@
 //! | 4 charge | bits 3-7: which of the first five counts are not 0 | | user (8 bytes), these counts |
 //! | 5 observe engine | 0 | 0 | slot, incarnation, facts |
 //! | 6 KV events | bits 3-7: see `kv` | | see `kv` |
-//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts, 6 text, 7 block size | | its fields |
+//! | 7 rare | bits 3-7: 0 service, 1 outputs, 2 wait, 3 leave, 4 grant, 5 charge with more counts, 6 text, 7 block size, 8 belief | | its fields |
 //!
 //! A number of 15 blocks or more follows as an integer. Unused bits are 0 and anything else is
 //! rejected, so that a later version can give them a meaning.
@@ -29,6 +29,7 @@ use super::kv;
 use crate::command::{Charge, Item, LeaseOutcome};
 use crate::ids::{BackendRef, BlockHash, ModelKey, Ticket, UserKey};
 use crate::ratios::TextSample;
+use crate::service::BeliefSample;
 
 const ACQUIRE: u8 = 0;
 const MATERIALIZE: u8 = 1;
@@ -49,6 +50,7 @@ mod rare {
     pub(super) const CHARGE: u8 = 5;
     pub(super) const TEXT: u8 = 6;
     pub(super) const BLOCK_SIZE: u8 = 7;
+    pub(super) const BELIEF: u8 = 8;
 }
 
 const KIND_BITS: u32 = 3;
@@ -126,6 +128,14 @@ impl Encode for Item {
                 put_rare(encoder, rare::BLOCK_SIZE)?;
                 put_backend(encoder, *backend)?;
                 put(encoder, u64::from(*tokens))
+            }
+            Self::ObserveBelief(sample) => {
+                put_rare(encoder, rare::BELIEF)?;
+                put_backend(encoder, sample.backend)?;
+                for count in [sample.held, sample.lost, sample.found] {
+                    put(encoder, u64::from(count))?;
+                }
+                put(encoder, sample.computed_blocks)
             }
         }
     }
@@ -232,6 +242,13 @@ fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
             backend: get_backend(decoder)?,
             tokens: get_u32(decoder)?,
         }),
+        rare::BELIEF => Ok(Item::ObserveBelief(BeliefSample {
+            backend: get_backend(decoder)?,
+            held: get_u32(decoder)?,
+            lost: get_u32(decoder)?,
+            found: get_u32(decoder)?,
+            computed_blocks: get(decoder)?,
+        })),
         _ => Err(no_item(tag)),
     }
 }

@@ -15,6 +15,8 @@ mod replies;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod version_10_tests;
+#[cfg(test)]
 mod version_6_tests;
 #[cfg(test)]
 mod version_7_tests;
@@ -29,7 +31,7 @@ use crate::error::DecodeEntryError;
 
 /// The newest format version of commands. A command's first byte is the version of its kind, see
 /// [`format_of`].
-pub const FORMAT_VERSION: u8 = 8;
+pub const FORMAT_VERSION: u8 = 10;
 /// The format version known to every build that can share a cluster with this one. Replies use it.
 pub const FORMAT_VERSION_COMMON: u8 = 2;
 /// The oldest format version that can be read.
@@ -65,6 +67,7 @@ pub fn format_of(command: &Command) -> u8 {
         | Command::SetUser { .. }
         | Command::FoundWithSettings(_)
         | Command::DeleteUser { .. } => 4,
+        Command::Batch { items, .. } if items.iter().any(is_of_version_10) => 10,
         Command::Batch { items, .. } if items.iter().any(is_of_version_4) => 4,
         Command::PutBackend(spec) if spec.has_newer_url() => 4,
         Command::InitCluster { .. }
@@ -80,6 +83,11 @@ pub fn format_of(command: &Command) -> u8 {
         | Command::PutUserLimits { .. }
         | Command::AssignReaders(_) => FORMAT_VERSION_COMMON,
     }
+}
+
+/// Whether version 10 introduced this kind of item.
+fn is_of_version_10(item: &Item) -> bool {
+    matches!(item, Item::ObserveBelief(_))
 }
 
 /// Whether version 4 introduced this kind of item.

@@ -357,7 +357,7 @@ fn what_is_no_command_is_refused_with_its_reason() {
     ];
     expect![[r#"
         decode log entry: no bytes
-        decode log entry: format version 9, 8 or an earlier one expected
+        decode log entry: format version 11, 10 or an earlier one expected
         decode log entry: 1 trailing bytes after byte 28
         decode log entry: UnexpectedEnd { additional: 1 }
         decode log entry: 1048577 bytes, at most 1048576 expected"#]]

@@ -22,7 +22,7 @@ fn commands_of_version_6_have_their_bytes() {
     expect!["0603fdefcdab896745230101fb2c01fd0068e5cf8b01000019cdab000000000000"]
         .assert_eq(&written(Command::EndKey { id }));
     let restore = RestoreId(5);
-    expect!["0803fdefcdab896745230101fb2c01fd0068e5cf8b0100001a0501"].assert_eq(&written(
+    expect!["0a03fdefcdab896745230101fb2c01fd0068e5cf8b0100001a0501"].assert_eq(&written(
         Command::BeginRestoreOfKeys {
             restore,
             force: true,
