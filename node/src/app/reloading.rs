@@ -1,17 +1,43 @@
 //! What of a config a running replica takes: limits, probes, the budget of retries, drain, and where engines may be.
 
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use api::backends::{Backends, EngineDialer};
 use api::proxy::Proxy;
 use arc_swap::ArcSwap;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::DescriptorEncoder;
+use prometheus_client::metrics::MetricType;
 
 use super::formation;
 use crate::config::{Config, DrainConfig};
 
 /// Hands a config to a replica that runs, or is about to.
 #[derive(Clone, Default)]
-pub struct ReloadHandle(Arc<Mutex<ReloadState>>);
+pub struct ReloadHandle {
+    state: Arc<Mutex<ReloadState>>,
+    has_failed: Arc<AtomicBool>,
+}
+
+/// Tells whether the last reload failed.
+#[derive(Debug)]
+pub(super) struct ReloadMetrics(Arc<AtomicBool>);
+
+impl Collector for ReloadMetrics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "1 if the config, or a certificate that it names, could not be read again the last time";
+        encoder
+            .encode_descriptor(
+                "quorate_config_reload_failed",
+                help,
+                None,
+                MetricType::Gauge,
+            )?
+            .encode_gauge(&i64::from(self.0.load(Relaxed)))
+    }
+}
 
 enum ReloadState {
     /// It is not running yet: it takes this when it does.
@@ -34,10 +60,19 @@ pub(super) struct RunningParts {
 }
 
 impl ReloadHandle {
+    /// Says what came of the last reload.
+    pub(crate) fn note(&self, has_failed: bool) {
+        self.has_failed.store(has_failed, Relaxed);
+    }
+
+    pub(super) fn metrics(&self) -> ReloadMetrics {
+        ReloadMetrics(Arc::clone(&self.has_failed))
+    }
+
     /// Has the settings of `config` in effect that can be.
     pub(crate) fn take(&self, config: &Config) {
         // Every change leaves it well formed.
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         match &mut *state {
             ReloadState::Starting(next) => *next = Some(Box::new(config.clone())),
             ReloadState::Running(parts) => parts.take(config),
@@ -46,7 +81,7 @@ impl ReloadHandle {
 
     /// The replica runs.
     pub(super) fn started(&self, parts: RunningParts) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if let ReloadState::Starting(Some(config)) = &*state {
             parts.take(config);
         }

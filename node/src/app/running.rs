@@ -30,7 +30,7 @@ use super::core::{CorePorts, ReplicaCore};
 use super::key_file::{self, read_admin_tokens, read_api_keys};
 use super::leadership::hand_over;
 use super::log_metrics::LogMetrics;
-use super::reloading::RunningParts;
+use super::reloading::{ReloadHandle, RunningParts};
 use super::shutdown::ShutdownHandle;
 use super::sockets::Addresses;
 use super::tls::ReplicaCertificates;
@@ -105,7 +105,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     };
     let core = ReplicaCore::start(config.clone(), ports).await?;
     let (stops, lifecycle) = (ReplicaShutdown::default(), Lifecycle::default());
-    let metrics = metrics(&core, &tls);
+    let metrics = metrics(&core, &tls, (&config, &reload));
     formation::tell_of_names(&config);
     tell_if_insecure(&config);
     let keys = key_rules(&core, &config);
@@ -171,11 +171,19 @@ fn tell_if_insecure(config: &Config) {
 }
 
 /// The registry, with what core and process tell.
-fn metrics(core: &ReplicaCore, tls: &ReplicaCertificates) -> Arc<Metrics> {
+fn metrics(
+    core: &ReplicaCore,
+    tls: &ReplicaCertificates,
+    (config, reload): (&Config, &ReloadHandle),
+) -> Arc<Metrics> {
     let metrics = Arc::new(Metrics::default());
     metrics.register(|registry| registry.register_collector(Box::new(process::ProcessMetrics)));
-    let log = LogMetrics(core.replica().clone());
+    let log = LogMetrics {
+        replica: core.replica().clone(),
+        data_dir: config.node.data_dir.clone(),
+    };
     metrics.register(|registry| registry.register_collector(Box::new(log)));
+    metrics.register(|registry| registry.register_collector(Box::new(reload.metrics())));
     metrics.register(|registry| core.router().metrics().register(registry));
     metrics.register(|registry| core.admission().metrics().register(registry));
     let expiry = CertificateMetrics(tls.watch());

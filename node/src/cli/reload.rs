@@ -103,6 +103,13 @@ impl ConfigReload {
     }
 
     async fn reload(&mut self) -> ReloadResult {
+        let result = self.read().await;
+        let is_clean = result.as_ref().is_ok_and(|it| it.faults.is_empty());
+        self.replica.note(!is_clean);
+        result
+    }
+
+    async fn read(&mut self) -> ReloadResult {
         let (source, backends) = (self.source.clone(), self.backends.clone());
         // Tokenizers may be large.
         match tokio::task::spawn_blocking(move || source.load_with(backends)).await {

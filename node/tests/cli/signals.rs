@@ -137,6 +137,21 @@ fn a_broken_config_changes_nothing_upon_hup() {
 }
 
 #[test]
+fn a_metric_tells_of_a_reload_that_failed() {
+    let reloaded = Reloaded::start();
+    let shown = || {
+        let page = send(reloaded.replica.admin, "GET", "/metrics", "", None).unwrap();
+        let mut lines = page.body.lines();
+        let found = lines.find_map(|line| line.strip_prefix("quorate_config_reload_failed "));
+        found.map(str::to_owned)
+    };
+    for (level, status, failed) in [("info", 200, "0"), ("inof", 422, "1"), ("warn", 200, "0")] {
+        assert_eq!(reloaded.ask(level, "").status, status, "{level}");
+        assert_eq!(shown().as_deref(), Some(failed), "{level}");
+    }
+}
+
+#[test]
 fn an_operator_reloads_and_is_told_what_came_of_it() {
     let reloaded = Reloaded::start();
     std::fs::write(&reloaded.keys, "sk-second ada\n").unwrap();
