@@ -26,6 +26,8 @@ mod lora;
 mod metrics;
 #[path = "cluster/operation.rs"]
 mod operation;
+#[path = "cluster/ranks.rs"]
+mod ranks;
 #[path = "cluster/tenants.rs"]
 mod tenants;
 #[path = "cluster/tls.rs"]

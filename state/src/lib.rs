@@ -36,7 +36,8 @@ mod validate;
 pub mod view;
 
 pub use backends::{
-    BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, Backend, BlockSizes, SIZED_MODELS_MAX,
+    BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, Backend, BlockSizes, RANKS_MAX,
+    RankSlots, SIZED_MODELS_MAX, engine_of,
 };
 pub use error::{DecodeEntryError, InvariantError, SnapshotError};
 pub use log::{codec, command};

@@ -64,6 +64,10 @@ struct EngineInfo {
     version: Option<String>,
     /// Whether answers have told how much of a prompt was cached.
     tells_cached_tokens: bool,
+    /// Its data-parallel ranks, as it tells; each is a backend here.
+    ranks: Option<u16>,
+    /// The rank that this backend is; `None`: the engine has one only.
+    rank: Option<u16>,
     models: Vec<EngineInfoModel>,
 }
 
@@ -84,6 +88,8 @@ impl EngineInfo {
             kind: record.kind.or_else(|| owners.find_map(EngineKind::named)),
             version: record.version.clone(),
             tells_cached_tokens: admin.backends.tells_cached_at_all(backend.handle),
+            ranks: record.metrics.ranks,
+            rank: admin.view.registry().rank(backend),
             models: listed
                 .iter()
                 .map(|model| EngineInfoModel {

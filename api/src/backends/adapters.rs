@@ -133,7 +133,7 @@ mod tests {
             )
         };
         let page: String = series.iter().map(line).collect();
-        EngineMetrics::read(page.as_bytes()).unwrap().adapters
+        EngineMetrics::read(page.as_bytes(), None).unwrap().adapters
     }
 
     fn resident(series: &[(&str, &str, f64)]) -> Vec<String> {
@@ -164,7 +164,7 @@ mod tests {
         let page = b"vllm:lora_requests_info{max_lora=\"x\",running_lora_adapters=\"a\"} 1\n\
             vllm:lora_requests_info{running_lora_adapters=\"a\"} 1\n\
             vllm:lora_requests_info{max_lora=\"1\",running_lora_adapters=\"a\"} NaN\n";
-        assert_eq!(EngineMetrics::read(page).unwrap().adapters, None);
+        assert_eq!(EngineMetrics::read(page, None).unwrap().adapters, None);
         let many: String = (0..5000).map(|number| format!("a{number},")).collect();
         assert_eq!(resident(&[(&many, "", 1.0)]).len(), ADAPTERS_MAX);
     }

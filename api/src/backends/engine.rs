@@ -1,7 +1,8 @@
 //! Reads an engine's metrics page and model list, in the dialects of vLLM, SGLang and llama.cpp.
 //!
 //! Several samples of one name (one per data-parallel rank or model) are summed; for cache usage,
-//! the fullest rank counts. Figures that an engine does not export are `None`.
+//! the fullest rank counts. Of one rank, only its own samples and those of the whole engine are
+//! read. Figures that an engine does not export are `None`.
 
 use std::fmt;
 
@@ -38,6 +39,15 @@ impl EngineKind {
             "sglang" => Some(Self::Sglang),
             "llamacpp" => Some(Self::LlamaCpp),
             _ => None,
+        }
+    }
+
+    /// The label that tells which data-parallel rank a sample is of.
+    fn rank_label(self) -> Option<&'static str> {
+        match self {
+            Self::Vllm => Some("engine"),
+            Self::Sglang => Some("dp_rank"),
+            Self::LlamaCpp => None,
         }
     }
 
@@ -92,20 +102,58 @@ pub struct EngineMetrics {
     pub started_at_s: Option<u64>,
     /// LoRA adapters, where the engine serves any.
     pub adapters: Option<LoraAdapters>,
+    /// Data-parallel ranks of the whole engine, where it tells of rank 0 and of each up to the last.
+    pub ranks: Option<u16>,
+}
+
+/// The ranks that a page tells of, a bit for each.
+#[derive(Default)]
+struct RankSet(u64);
+
+impl RankSet {
+    /// Counts the rank of a figure that every rank has.
+    fn add(&mut self, sample: &Sample<'_>) {
+        let is_of_each = matches!(
+            sample.name,
+            "vllm:num_requests_running" | "sglang:num_running_reqs"
+        );
+        if let Some(rank) = rank_of(sample).filter(|_| is_of_each) {
+            self.0 |= 1_u64.checked_shl(rank.into()).unwrap_or(0);
+        }
+    }
+
+    /// How many there are; `None`: a rank before the last is missing, as where each has a server.
+    fn count(&self) -> Option<u16> {
+        let has_all = self.0 > 0 && self.0.trailing_ones() == self.0.count_ones();
+        has_all.then(|| u16::try_from(self.0.count_ones()).ok())?
+    }
+}
+
+/// The data-parallel rank that a sample is of; `None`: the whole engine.
+fn rank_of(sample: &Sample<'_>) -> Option<u16> {
+    let label = EngineKind::of(sample.name)?.rank_label()?;
+    sample.labels.get(label)?.parse().ok()
 }
 
 impl EngineMetrics {
-    /// Reads a metrics page.
+    /// Reads a metrics page: the figures of rank `rank`, or of all ranks together.
     ///
     /// # Errors
     /// [`MetricsPageError`] if the page does not follow the text format.
-    pub fn read(page: &[u8]) -> Result<Self, MetricsPageError> {
+    pub fn read(page: &[u8], rank: Option<u16>) -> Result<Self, MetricsPageError> {
         let (mut metrics, mut adapters) = (Self::default(), LoraSeries::default());
-        text::read(page, |sample| match sample.name {
-            LoraSeries::NAME => adapters.add(&sample),
-            _ => metrics.add(&sample),
+        let mut ranks = RankSet::default();
+        text::read(page, |sample| {
+            ranks.add(&sample);
+            let is_other = rank.is_some() && rank_of(&sample).is_some_and(|it| Some(it) != rank);
+            match sample.name {
+                _ if is_other => {}
+                LoraSeries::NAME => adapters.add(&sample),
+                _ => metrics.add(&sample),
+            }
         })?;
         metrics.adapters = adapters.adapters();
+        metrics.ranks = ranks.count();
         Ok(metrics)
     }
 
@@ -329,8 +377,9 @@ mod tests {
             prompt_tokens: Some(1_834_215),
             started_at_s: Some(1_763_630_102),
             adapters: None,
+            ranks: Some(1),
         };
-        assert_eq!(EngineMetrics::read(page), Ok(expected));
+        assert_eq!(EngineMetrics::read(page, None), Ok(expected));
     }
 
     #[test]
@@ -345,7 +394,7 @@ mod tests {
             prompt_tokens: Some(812_844),
             ..EngineMetrics::default()
         };
-        assert_eq!(EngineMetrics::read(page), Ok(expected));
+        assert_eq!(EngineMetrics::read(page, None), Ok(expected));
     }
 
     #[test]
@@ -359,7 +408,7 @@ mod tests {
             (b"sglang:page_size 0\n", None),
             (b"sglang:page_size 1e12\n", None),
         ] {
-            assert_eq!(EngineMetrics::read(page).unwrap().block_size, size);
+            assert_eq!(EngineMetrics::read(page, None).unwrap().block_size, size);
         }
     }
 
@@ -367,7 +416,7 @@ mod tests {
     fn older_names_are_known() {
         let page = b"vllm:gpu_cache_usage_perc{model_name=\"m\"} 0.25\n\
             vllm:gpu_prefix_cache_queries_total 8\nvllm:gpu_prefix_cache_hits_total 4\n";
-        let metrics = EngineMetrics::read(page).unwrap();
+        let metrics = EngineMetrics::read(page, None).unwrap();
         assert_eq!(metrics.kv_usage_permille, Some(250));
         assert_eq!(metrics.prefix_queried_tokens, Some(8));
         assert_eq!(metrics.prefix_hit_tokens, Some(4));
@@ -379,10 +428,31 @@ mod tests {
             vllm:kv_cache_usage_perc{engine=\"0\"} 0.9\nvllm:kv_cache_usage_perc{engine=\"1\"} 0.5\n\
             vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"} 1.0\n\
             vllm:cache_config_info{block_size=\"16\",engine=\"1\",num_gpu_blocks=\"50\"} 1.0\n";
-        let metrics = EngineMetrics::read(page).unwrap();
+        let metrics = EngineMetrics::read(page, None).unwrap();
         assert_eq!(metrics.running, Some(5));
         assert_eq!(metrics.kv_usage_permille, Some(900));
         assert_eq!(metrics.cache_tokens, Some(2400));
+        let second = EngineMetrics::read(page, Some(1)).unwrap();
+        assert_eq!((metrics.ranks, second.ranks), (Some(2), Some(2)));
+        assert_eq!((second.running, second.cache_tokens), (Some(3), Some(800)));
+        assert_eq!(second.kv_usage_permille, Some(500));
+    }
+
+    #[test]
+    fn ranks_are_known_where_none_is_missing() {
+        let ranks = |ranks: &[&str]| {
+            let line = |rank| format!("vllm:num_requests_running{{engine=\"{rank}\"}} 1\n");
+            let page: String = ranks.iter().map(line).collect();
+            EngineMetrics::read(page.as_bytes(), None).unwrap().ranks
+        };
+        assert_eq!(ranks(&["0", "2", "1", "0"]), Some(3));
+        for unknown in [&[][..], &["1"], &["0", "2"], &["4", "5"], &["x"], &["64"]] {
+            assert_eq!(ranks(unknown), None, "{unknown:?}");
+        }
+        let page = b"sglang:num_running_reqs{dp_rank=\"0\",tp_rank=\"0\"} 1\n\
+            sglang:num_running_reqs{dp_rank=\"1\",tp_rank=\"2\"} 4\n";
+        let second = EngineMetrics::read(page, Some(1)).unwrap();
+        assert_eq!((second.ranks, second.running), (Some(2), Some(4)));
     }
 
     #[test]
@@ -390,7 +460,7 @@ mod tests {
         let page = b"vllm:num_requests_running NaN\nvllm:num_requests_waiting 1e300\n\
             vllm:kv_cache_usage_perc 17\nprocess_start_time_seconds -4\n\
             vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"None\"} 1\n";
-        let metrics = EngineMetrics::read(page).unwrap();
+        let metrics = EngineMetrics::read(page, None).unwrap();
         assert_eq!(metrics.running, None);
         assert_eq!(metrics.waiting, Some(u32::MAX));
         assert_eq!(metrics.kv_usage_permille, Some(1000));

@@ -14,7 +14,7 @@ pub fn engine_metrics(bytes: &[u8]) {
         }
     });
     assert!(labels <= bytes.len());
-    let metrics = EngineMetrics::read(bytes);
+    let metrics = EngineMetrics::read(bytes, None);
     assert_eq!(metrics.is_ok(), read.is_ok());
     if let Ok(metrics) = metrics {
         assert!(metrics.kv_usage_permille.is_none_or(|it| it <= 1000));

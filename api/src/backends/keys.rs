@@ -150,7 +150,10 @@ impl EngineKeys {
 
     fn of(&self, id: &str, url: &str) -> Option<EngineKey> {
         let keys = self.0.load();
-        keys.get(id).filter(|key| key.url == bare(url)).cloned()
+        // Its ranks are one engine.
+        keys.get(state::engine_of(id))
+            .filter(|key| key.url == bare(url))
+            .cloned()
     }
 }
 

@@ -142,7 +142,8 @@ impl Probe {
         loop {
             let settings = self.settings();
             self.ready(&mut client, &settings);
-            let metrics = self.scrape(&mut client).await;
+            let rank = self.rank();
+            let metrics = self.scrape(&mut client, rank).await;
             let mut saw = EngineReading {
                 models: None,
                 cache_tokens: metrics.cache_tokens,
@@ -169,9 +170,16 @@ impl Probe {
             if !is_described && saw.models.is_some() {
                 is_described = self.describe(&mut client).await;
             }
-            self.tell_news(&mut memory, &saw);
+            self.tell_news(&mut memory, (&saw, rank));
             tokio::time::sleep(jittered(settings.interval)).await;
         }
+    }
+
+    /// The rank of its engine that it stands for, if that has several.
+    fn rank(&self) -> Option<u16> {
+        let registry = self.view.registry();
+        let known = backend_at(&registry, self.stay.slot(), &self.url);
+        known.and_then(|known| registry.rank(known))
     }
 
     fn refusals(&self) -> u64 {
@@ -179,10 +187,10 @@ impl Probe {
         record.map_or(0, |record| record.refusals_total)
     }
 
-    async fn scrape(&self, client: &mut ProbeClient) -> EngineMetrics {
+    async fn scrape(&self, client: &mut ProbeClient, rank: Option<u16>) -> EngineMetrics {
         let page = client.get("/metrics", text::PAGE_BYTES_MAX).await;
         let read = success(page).and_then(|answer| {
-            EngineMetrics::read(&answer.body).map_err(|fault| fault.to_string())
+            EngineMetrics::read(&answer.body, rank).map_err(|fault| fault.to_string())
         });
         match read {
             Ok(metrics) => {
@@ -240,12 +248,16 @@ impl Probe {
         true
     }
 
-    fn tell_news(&self, memory: &mut FactsMemory, saw: &EngineReading) {
+    fn tell_news(&self, memory: &mut FactsMemory, (saw, rank): (&EngineReading, Option<u16>)) {
         let registry = self.view.registry();
         let Some(known) = backend_at(&registry, self.stay.slot(), &self.url) else {
             // Removed or moved meanwhile: this reading belongs to another engine.
             return;
         };
+        if registry.rank(known) != rank {
+            // Its figures are of other ranks together than those of the next.
+            return;
+        }
         let model = known
             .facts
             .models
@@ -262,7 +274,9 @@ impl Probe {
             now: Instant::now(),
             is_emptied: self.backends.cache_reports.is_emptied(known.handle),
         };
-        if let Some(facts) = memory.news(known, saw, &round) {
+        // The first rank tells the facts of the engine.
+        let is_told = !known.is_further_rank();
+        if let Some(facts) = memory.news(known, saw, &round).filter(|_| is_told) {
             self.stay.update(|record| record.told = Some(facts.clone()));
             (self.hooks.observe)(known.handle, facts);
         }

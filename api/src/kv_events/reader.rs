@@ -100,7 +100,10 @@ async fn supervise(parts: ReaderParts, stop: CancellationToken) {
         }
         let us = parts.cluster.status().id;
         let is_ours = |backend: &Backend| {
-            backend.spec.kv_events.is_some() && registry.reader(backend.handle.slot) == Some(us)
+            // The first rank's reads those of all.
+            backend.spec.kv_events.is_some()
+                && !backend.is_further_rank()
+                && registry.reader(backend.handle.slot) == Some(us)
         };
         let ours: Vec<&Backend> = registry.backends.iter().filter(|it| is_ours(it)).collect();
         readings.retain(|slot, reading| {
@@ -202,11 +205,9 @@ async fn read_while_sound(parts: &ReaderParts, backend: &Backend) {
 /// Returns what the state knows of the ranks of this incarnation.
 fn known_ranks(parts: &ReaderParts, backend: BackendRef) -> Vec<KvRankStatus> {
     let mut ranks = Vec::new();
-    parts.cluster.with_state(&mut |state| {
-        let status = state.kv_status(backend.slot);
-        let status = status.filter(|it| it.backend == backend);
-        ranks = status.map(|it| it.ranks).unwrap_or_default();
-    });
+    parts
+        .cluster
+        .with_state(&mut |state| ranks = state.kv_ranks(backend));
     ranks
 }
 

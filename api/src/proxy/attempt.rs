@@ -423,8 +423,10 @@ pub(super) async fn post(
     let body = (post.body)(backend);
     let keys = proxy.backends.keys();
     let engine_key = keys.of_requests(&backend.spec.id, &backend.spec.url);
+    let rank = registry.rank(backend);
     drop(registry);
     let hop = Hop {
+        rank,
         peer: &asked.peer,
         version: asked.head.version,
         request_id: &asked.request_id,

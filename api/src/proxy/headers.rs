@@ -22,6 +22,8 @@ pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id"
 pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 /// Where clients of Azure's service put it.
 pub(super) const AZURE_KEY: HeaderName = HeaderName::from_static("api-key");
+/// Which data-parallel rank of an engine computes a request; vLLM and SGLang read it.
+pub(super) const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
@@ -43,7 +45,7 @@ const NOT_FORWARDED: [HeaderName; 5] = [
 /// Longest request id taken from a client, in bytes.
 pub(super) const REQUEST_ID_BYTES_MAX: usize = 128;
 /// Most header fields added toward the engine.
-const ADDED_MAX: usize = 5;
+const ADDED_MAX: usize = 6;
 
 fn is_hop_by_hop(name: &HeaderName) -> bool {
     [
@@ -85,6 +87,8 @@ pub(super) struct Hop<'a> {
     pub(super) engine_key: Option<&'a EngineHeaders>,
     /// Which headers are commands to engines.
     pub(super) strip: &'a HeaderRules,
+    /// The rank that it was dispatched to; `None`: the engine has one only.
+    pub(super) rank: Option<u16>,
 }
 
 /// Whether the value is a key of the cluster, which no engine gets to see.
@@ -113,6 +117,9 @@ pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_
     }
     if let Some(key) = hop.engine_key {
         key.put_into(&mut headers);
+    }
+    if let Some(rank) = hop.rank {
+        headers.insert(RANK, HeaderValue::from(rank));
     }
     headers.insert(HOST, host.clone());
     headers.insert(REQUEST_ID, hop.request_id.clone());
@@ -199,6 +206,7 @@ mod tests {
 
     fn forwarded(client: &HeaderMap, forward_credentials: bool) -> HeaderMap {
         let hop = Hop {
+            rank: None,
             peer: &HeaderValue::from_static("10.0.0.9"),
             version: Version::HTTP_11,
             request_id: &HeaderValue::from_static("r1"),
@@ -233,6 +241,7 @@ mod tests {
         let client = headers(&[("x-vllm-priority", "-9"), ("x-other", "1")]);
         assert!(!forwarded(&client, true).contains_key("x-vllm-priority"));
         let hop = Hop {
+            rank: None,
             peer: &HeaderValue::from_static("10.0.0.9"),
             version: Version::HTTP_11,
             request_id: &HeaderValue::from_static("r1"),
@@ -242,6 +251,31 @@ mod tests {
         };
         let sent = toward_engine(&client, &HeaderValue::from_static("engine:8000"), &hop);
         assert_eq!(sent["x-vllm-priority"], "-9");
+    }
+
+    #[test]
+    fn the_rank_is_the_routers_choice() {
+        let client = headers(&[("x-data-parallel-rank", "7"), ("x-other", "1")]);
+        assert!(!forwarded(&client, true).contains_key(RANK));
+        for (strip, rank, sent) in [
+            (HeaderRules::default(), Some(3), Some("3")),
+            (HeaderRules::new(&[]).unwrap(), Some(3), Some("3")),
+            (HeaderRules::new(&[]).unwrap(), None, Some("7")),
+        ] {
+            let hop = Hop {
+                rank,
+                peer: &HeaderValue::from_static("10.0.0.9"),
+                version: Version::HTTP_11,
+                request_id: &HeaderValue::from_static("r1"),
+                forward_credentials: true,
+                engine_key: None,
+                strip: &strip,
+            };
+            let headers = toward_engine(&client, &HeaderValue::from_static("engine:8000"), &hop);
+            let ranks = headers.get_all(RANK).iter();
+            let ranks: Vec<_> = ranks.map(|it| it.to_str().ok()).collect();
+            assert_eq!(ranks, [sent]);
+        }
     }
 
     #[test]

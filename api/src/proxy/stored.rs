@@ -95,7 +95,8 @@ pub(super) async fn forward_stored(
 /// All engines that answer. One that drains may have stored what its clients now ask for.
 fn keepers(proxy: &Proxy) -> Vec<Keeper> {
     let registry = proxy.view.registry();
-    let backends = registry.backends.iter();
+    // The ranks of an engine have one store.
+    let backends = registry.backends.iter().filter(|it| !it.is_further_rank());
     let up = backends.filter(|it| proxy.backends.is_up(&registry, it));
     up.map(|backend| Keeper {
         handle: backend.handle,
@@ -123,6 +124,7 @@ async fn ask(
     let keys = proxy.backends.keys();
     let engine_key = keys.of_requests(&keeper.id, &keeper.url);
     let hop = Hop {
+        rank: None,
         peer,
         version: head.version,
         request_id,

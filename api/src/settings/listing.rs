@@ -172,7 +172,8 @@ pub fn in_effect(registry: &Registry) -> SettingValues {
         admission: &admission,
         user_defaults: &registry.user_defaults,
     };
-    settings.values(registry.backends.iter().map(|backend| &backend.spec))
+    let put = registry.backends.iter().filter(|it| !it.is_further_rank());
+    settings.values(put.map(|backend| &backend.spec))
 }
 
 /// A setting of which file and cluster have different values.

@@ -120,7 +120,8 @@ impl RegisterKey {
             | Command::ForgiveUser { .. }
             | Command::RotateKey { .. }
             | Command::SetCacheScope { .. }
-            | Command::PaceTime => return Vec::new(),
+            | Command::PaceTime
+            | Command::SetRanks { .. } => return Vec::new(),
         }]
     }
 

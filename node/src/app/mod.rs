@@ -20,6 +20,7 @@ mod log_metrics;
 mod machine;
 pub mod offline;
 mod ports;
+mod ranks;
 mod readers;
 mod registration;
 mod reloading;

@@ -65,7 +65,7 @@ fn looked_up(registry: &Registry) -> (Vec<BackendRef>, BTreeMap<Slot, ReplicaId>
     let read = registry
         .backends
         .iter()
-        .filter(|it| it.spec.kv_events.is_some());
+        .filter(|it| it.spec.kv_events.is_some() && !it.is_further_rank());
     let readers = registry.readers.iter();
     (
         read.map(|backend| backend.handle).collect(),

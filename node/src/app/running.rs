@@ -35,7 +35,7 @@ use super::shutdown::ShutdownHandle;
 use super::sockets::Addresses;
 use super::tls::ReplicaCertificates;
 use super::warmup::warm_up;
-use super::{events, formation};
+use super::{events, formation, ranks};
 use crate::config::{Config, DrainConfig, Parsed};
 use crate::process;
 
@@ -301,6 +301,9 @@ fn spawn_loops(core: &ReplicaCore, kv_board: Arc<StreamBoard>, dialer: EngineDia
     let (backends, view) = (core.backends(), core.view());
     let probing = Arc::clone(backends).run(Arc::clone(view), probe_hooks(core), core.stopping());
     core.beside(probing);
+    let (cluster, stopping) = (core.cluster(), core.stopping());
+    let (views, probed) = (Arc::clone(view), Arc::clone(backends));
+    core.beside(ranks::follow(cluster, views, probed, stopping));
     let reading = reader::ReaderParts {
         cluster: core.cluster(),
         view: Arc::clone(view),

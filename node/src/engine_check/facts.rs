@@ -121,7 +121,7 @@ pub(super) async fn metrics(client: &EngineClient) -> (CheckResult, Option<Engin
     let page = client.get("/metrics").await;
     let metrics = match page {
         Ok(page) if page.status.is_success() => {
-            EngineMetrics::read(&page.body).map_err(|error| error.to_string())
+            EngineMetrics::read(&page.body, None).map_err(|error| error.to_string())
         }
         Ok(page) => Err(refusal(&page)),
         Err(error) => Err(error.to_string()),

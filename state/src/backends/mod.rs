@@ -1,14 +1,19 @@
 //! The registry of backends: the occupant of each slot, and its incarnation.
 //!
 //! Slots are reused, lowest free one first. Incarnation counters are kept per slot and survive
-//! removals, so that no two occupants ever share a [`BackendRef`].
+//! removals, so that no two occupants ever share a [`BackendRef`]. An engine of several data-parallel
+//! ranks has a slot for each (`ranks`).
 
 mod block_sizes;
+mod ranks;
 mod role;
 mod spec;
 
 use std::collections::BTreeMap;
 
+use bincode::de::Decoder;
+use bincode::enc::Encoder;
+use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 
 use crate::bounds::BACKENDS_MAX;
@@ -17,6 +22,7 @@ use crate::ids::{BackendRef, Incarnation, Slot};
 pub use block_sizes::{
     BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, BlockSizes, SIZED_MODELS_MAX,
 };
+pub use ranks::{RANKS_MAX, RankSlots, engine_of};
 pub use role::BackendRole;
 pub use spec::{BackendSpec, EngineFacts};
 
@@ -65,21 +71,44 @@ impl Backend {
 /// Effect of a backend change on ownership.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SlotChange {
-    /// Ownership is not affected.
-    Unchanged,
     /// The same engine with another capacity.
     Resized(Slot),
     /// An empty cache: a new backend or incarnation.
     Begun(Slot),
+    /// Removed.
+    Gone(Slot),
 }
 
 /// The backends by slot.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Backends {
     by_slot: BTreeMap<Slot, Backend>,
     /// Last incarnation of every slot that ever held a backend.
     incarnations: BTreeMap<Slot, Incarnation>,
+    /// Follows from `by_slot`, and is not encoded.
+    ranks: RankSlots,
 }
+
+impl Encode for Backends {
+    fn encode<E: Encoder>(&self, encoder: &mut E) -> Result<(), EncodeError> {
+        self.by_slot.encode(encoder)?;
+        self.incarnations.encode(encoder)
+    }
+}
+
+impl<C> Decode<C> for Backends {
+    fn decode<D: Decoder<Context = C>>(decoder: &mut D) -> Result<Self, DecodeError> {
+        let by_slot = Decode::decode(decoder)?;
+        let ranks = RankSlots::read(&by_slot);
+        Ok(Self {
+            by_slot,
+            incarnations: Decode::decode(decoder)?,
+            ranks,
+        })
+    }
+}
+
+bincode::impl_borrow_decode!(Backends);
 
 impl Backends {
     /// Iterates over backends by slot, ascending.
@@ -103,16 +132,22 @@ impl Backends {
             .is_some_and(|it| it.handle == handle)
     }
 
-    /// Finds a backend by id. A scan of at most `BACKENDS_MAX` short comparisons, for admin
-    /// commands only.
+    /// Whether any engine has several data-parallel ranks.
+    pub(crate) fn have_ranks(&self) -> bool {
+        self.ranks != RankSlots::default()
+    }
+
+    /// Finds a backend by the id that operators gave it. A scan of at most `BACKENDS_MAX` short
+    /// comparisons, for admin commands only.
     pub(crate) fn named(&self, name: &str) -> Option<&Backend> {
-        self.iter().find(|backend| backend.spec.id == name)
+        let mut named = self.iter().filter(|backend| backend.spec.id == name);
+        named.find(|backend| !backend.is_further_rank())
     }
 
     /// Adds or changes the backend that `spec` names; `None` if the registry is full.
-    pub(crate) fn put(&mut self, spec: BackendSpec) -> Option<SlotChange> {
+    pub(crate) fn put(&mut self, spec: BackendSpec) -> Option<Vec<SlotChange>> {
         let Some(slot) = self.named(&spec.id).map(|backend| backend.handle.slot) else {
-            return self.add(spec);
+            return self.add(spec).map(|added| vec![added]);
         };
         let backend = self
             .by_slot
@@ -123,21 +158,24 @@ impl Backends {
         backend.spec = spec;
         if is_moved {
             backend.facts = EngineFacts::default();
-            return Some(self.begin(slot));
+            // The engine there has not told its ranks yet.
+            let mut changes = self.drop_ranks(slot);
+            changes.push(self.begin(slot));
+            return Some(changes);
         }
         let is_resized = backend.capacity_blocks() != capacity_before;
-        Some(if is_resized {
-            SlotChange::Resized(slot)
-        } else {
-            SlotChange::Unchanged
-        })
+        let mut changes = self.align_ranks(slot);
+        changes.extend(is_resized.then_some(SlotChange::Resized(slot)));
+        Some(changes)
     }
 
-    /// Removes a backend and returns its slot.
-    pub(crate) fn remove(&mut self, name: &str) -> Option<Slot> {
+    /// Removes a backend with all its ranks.
+    pub(crate) fn remove(&mut self, name: &str) -> Option<Vec<SlotChange>> {
         let slot = self.named(name)?.handle.slot;
+        let mut changes = self.drop_ranks(slot);
         self.by_slot.remove(&slot);
-        Some(slot)
+        changes.push(SlotChange::Gone(slot));
+        Some(changes)
     }
 
     /// Sets draining and returns whether there is such a backend.
@@ -148,22 +186,28 @@ impl Backends {
         if let Some(backend) = self.by_slot.get_mut(&slot) {
             backend.draining = draining;
         }
+        self.align_ranks(slot);
         true
     }
 
-    /// Records facts reported by an engine; `None` if `handle` is not a current incarnation.
+    /// Records facts reported by an engine; `None` if `handle` is not a current incarnation, or is
+    /// a further rank of one.
     ///
     /// Facts from an earlier start than the known one are outdated and change nothing. A restarted
     /// engine keeps the facts that it does not report again until it does: it is usually unchanged,
     /// and a backend without models would serve nobody.
-    pub(crate) fn observe(&mut self, handle: BackendRef, facts: EngineFacts) -> Option<SlotChange> {
+    pub(crate) fn observe(
+        &mut self,
+        handle: BackendRef,
+        facts: EngineFacts,
+    ) -> Option<Vec<SlotChange>> {
         let backend = self
             .by_slot
             .get_mut(&handle.slot)
-            .filter(|it| it.handle == handle)?;
+            .filter(|it| it.handle == handle && !it.is_further_rank())?;
         let known = &mut backend.facts;
         let is_restarted = match (known.started_at_s, facts.started_at_s) {
-            (Some(known), Some(said)) if said < known => return Some(SlotChange::Unchanged),
+            (Some(known), Some(said)) if said < known => return Some(Vec::new()),
             (Some(known), Some(said)) => said > known,
             (None, _) | (_, None) => false,
         };
@@ -171,15 +215,15 @@ impl Backends {
         known.models = facts.models.or(known.models.take());
         known.capacity_blocks = facts.capacity_blocks.or(known.capacity_blocks);
         known.started_at_s = facts.started_at_s.or(known.started_at_s);
-        if is_restarted {
-            return Some(self.begin(handle.slot));
-        }
         let is_resized = backend.capacity_blocks() != capacity_before;
-        Some(if is_resized {
-            SlotChange::Resized(handle.slot)
-        } else {
-            SlotChange::Unchanged
-        })
+        let mut changes = self.align_ranks(handle.slot);
+        if is_restarted {
+            changes = self.begin_ranks(handle.slot);
+            changes.push(self.begin(handle.slot));
+        } else if is_resized {
+            changes.push(SlotChange::Resized(handle.slot));
+        }
+        Some(changes)
     }
 
     fn add(&mut self, spec: BackendSpec) -> Option<SlotChange> {
@@ -242,7 +286,9 @@ impl Backends {
             if !names.insert(&backend.spec.id) {
                 return Err(format!("two backends are called {:?}", backend.spec.id));
             }
-            if backend.spec.validate().is_err() || !backend.facts.is_valid() {
+            // A further rank has the description of its engine.
+            let is_described = backend.is_further_rank() || backend.spec.validate().is_ok();
+            if !is_described || !backend.facts.is_valid() {
                 return Err(format!("backend {:?} is out of bounds", backend.spec.id));
             }
         }
@@ -277,12 +323,21 @@ mod tests {
     #[test]
     fn slots_are_reused_and_incarnations_never() {
         let mut backends = Backends::default();
-        assert_eq!(backends.put(spec("a", 1)), Some(SlotChange::Begun(Slot(0))));
-        assert_eq!(backends.put(spec("b", 2)), Some(SlotChange::Begun(Slot(1))));
+        assert_eq!(
+            backends.put(spec("a", 1)),
+            Some(vec![SlotChange::Begun(Slot(0))])
+        );
+        assert_eq!(
+            backends.put(spec("b", 2)),
+            Some(vec![SlotChange::Begun(Slot(1))])
+        );
         let first = backends.named("a").unwrap().handle;
-        assert_eq!(backends.remove("a"), Some(Slot(0)));
+        assert_eq!(backends.remove("a"), Some(vec![SlotChange::Gone(Slot(0))]));
         assert_eq!(backends.remove("a"), None);
-        assert_eq!(backends.put(spec("c", 3)), Some(SlotChange::Begun(Slot(0))));
+        assert_eq!(
+            backends.put(spec("c", 3)),
+            Some(vec![SlotChange::Begun(Slot(0))])
+        );
         assert!(!backends.is_live(first));
         assert_eq!(
             backends.named("c").unwrap().handle.incarnation,
@@ -296,14 +351,20 @@ mod tests {
         let mut backends = Backends::default();
         backends.put(spec("a", 1));
         let handle = backends.named("a").unwrap().handle;
-        assert_eq!(backends.put(spec("a", 1)), Some(SlotChange::Unchanged));
+        assert_eq!(backends.put(spec("a", 1)), Some(Vec::new()));
         let resized = BackendSpec {
             capacity_blocks: Some(9),
             ..spec("a", 1)
         };
-        assert_eq!(backends.put(resized), Some(SlotChange::Resized(Slot(0))));
+        assert_eq!(
+            backends.put(resized),
+            Some(vec![SlotChange::Resized(Slot(0))])
+        );
         assert!(backends.is_live(handle));
-        assert_eq!(backends.put(spec("a", 2)), Some(SlotChange::Begun(Slot(0))));
+        assert_eq!(
+            backends.put(spec("a", 2)),
+            Some(vec![SlotChange::Begun(Slot(0))])
+        );
         assert!(!backends.is_live(handle));
     }
 
@@ -312,27 +373,24 @@ mod tests {
         let mut backends = Backends::default();
         backends.put(spec("a", 1));
         let handle = backends.named("a").unwrap().handle;
-        assert_eq!(
-            backends.observe(handle, started(100)),
-            Some(SlotChange::Unchanged)
-        );
+        assert_eq!(backends.observe(handle, started(100)), Some(Vec::new()));
         let sized = EngineFacts {
             capacity_blocks: Some(5),
             ..started(100)
         };
         assert_eq!(
             backends.observe(handle, sized),
-            Some(SlotChange::Resized(Slot(0)))
+            Some(vec![SlotChange::Resized(Slot(0))])
         );
         let old = EngineFacts {
             capacity_blocks: Some(6),
             ..started(99)
         };
-        assert_eq!(backends.observe(handle, old), Some(SlotChange::Unchanged));
+        assert_eq!(backends.observe(handle, old), Some(Vec::new()));
         assert_eq!(backends.named("a").unwrap().capacity_blocks(), Some(5));
         assert_eq!(
             backends.observe(handle, started(101)),
-            Some(SlotChange::Begun(Slot(0)))
+            Some(vec![SlotChange::Begun(Slot(0))])
         );
         assert_eq!(backends.observe(handle, started(102)), None);
         assert_eq!(backends.named("a").unwrap().capacity_blocks(), Some(5));
@@ -345,7 +403,7 @@ mod tests {
             assert!(backends.put(spec(&number.to_string(), 1)).is_some());
         }
         assert_eq!(backends.put(spec("one-more", 1)), None);
-        assert_eq!(backends.put(spec("7", 1)), Some(SlotChange::Unchanged));
+        assert_eq!(backends.put(spec("7", 1)), Some(Vec::new()));
         assert_eq!(backends.iter().count(), BACKENDS_MAX);
     }
 }

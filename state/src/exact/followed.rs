@@ -62,23 +62,25 @@ impl FollowedBackends {
         }
     }
 
-    /// Applies a reader's batch for a live backend. Returns `None`, without a change, if it exceeds
-    /// a bound. Outdated news is accepted but changes nothing.
+    /// Applies a reader's batch for `backend`, which is live: the engine's, or where its rank is.
+    /// Returns `None`, without a change, if it exceeds a bound. Outdated news is accepted but
+    /// changes nothing.
     pub(crate) fn apply(
         &mut self,
+        backend: BackendRef,
         batch: &KvBatch,
         ownership: &mut Ownership,
     ) -> Option<KvChanges> {
         if batch.blocks() > KV_BLOCKS_PER_BATCH_MAX {
             return None;
         }
-        let slot = batch.backend.slot;
+        let slot = backend.slot;
         let of_others = self.entries - self.followed.get(&slot).map_or(0, FollowedBackend::entries);
         let is_first = !self.followed.contains_key(&slot);
         let followed = self
             .followed
             .entry(slot)
-            .or_insert_with(|| FollowedBackend::new(batch.backend));
+            .or_insert_with(|| FollowedBackend::new(backend));
         if followed.ranks.len() >= KV_RANKS_MAX && !followed.ranks.contains_key(&batch.rank) {
             return None;
         }

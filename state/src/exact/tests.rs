@@ -37,7 +37,7 @@ impl Rig {
             publisher: 1,
             news,
         };
-        let changes = self.exact.apply(&batch, &mut self.ownership);
+        let changes = self.exact.apply(backend, &batch, &mut self.ownership);
         assert!(changes.is_some(), "no bound of a batch is broken");
         assert_eq!(self.exact.check(), Ok(()));
         assert_eq!(self.ownership.check([]), Ok(()));

@@ -248,6 +248,15 @@ pub enum Command {
         /// What users have without their own.
         defaults: Box<UserDefaults>,
     },
+    /// Gives the engine of a backend as many data-parallel ranks as it says it has, each a slot of
+    /// its own with an empty cache. Proposed by the leader when the number changes. Format version
+    /// 10.
+    SetRanks {
+        /// Backend of the engine's first rank.
+        backend: BackendRef,
+        /// Number of ranks, from 1 to [`RANKS_MAX`](crate::RANKS_MAX).
+        ranks: u16,
+    },
 }
 
 /// What a cluster is founded with.

@@ -2,14 +2,15 @@
 //! audit entry; a rejected one changes nothing.
 
 use super::{AuditAction, AuditEntry, RouterState};
-use crate::backends::{BackendSpec, SlotChange};
+use crate::backends::{BackendSpec, RANKS_MAX, SlotChange};
 use crate::bounds::NAME_BYTES_MAX;
 use crate::command::{Founding, Origin, UserSpec};
-use crate::ids::{ReplicaId, SessionId};
+use crate::ids::{BackendRef, ReplicaId, SessionId};
 use crate::policy::PolicyConfig;
 use crate::prefix::{BlockHasher, user_key};
 use crate::pricing::FairnessSettings;
 use crate::reject::Rejection;
+use crate::validate::ensure;
 
 impl RouterState {
     pub(super) fn init_cluster(
@@ -68,12 +69,16 @@ impl RouterState {
     ) -> Result<(), Rejection> {
         spec.validate()?;
         let name = spec.id.clone();
-        let effect = self.backends.put(spec).ok_or(Rejection::TooManyBackends)?;
-        self.follow(effect);
-        match (effect, self.backends.named(&name)) {
-            (SlotChange::Begun(slot), _) => self.block_sizes.forget(slot),
-            (_, Some(backend)) => self.settle_block_sizes(backend.handle.slot),
-            (_, None) => {}
+        let changes = self.backends.put(spec).ok_or(Rejection::TooManyBackends)?;
+        self.follow(&changes);
+        let begun = changes.iter().find_map(|change| match change {
+            SlotChange::Begun(slot) => Some(*slot),
+            SlotChange::Resized(_) | SlotChange::Gone(_) => None,
+        });
+        match (begun, self.backends.named(&name)) {
+            (Some(slot), _) => self.block_sizes.forget(slot),
+            (None, Some(backend)) => self.settle_block_sizes(backend.handle.slot),
+            (None, None) => {}
         }
         self.note(origin, AuditAction::PutBackend, name);
         Ok(())
@@ -84,18 +89,10 @@ impl RouterState {
         origin: &Origin,
         name: String,
     ) -> Result<(), Rejection> {
-        let Some(slot) = self.backends.remove(&name) else {
+        let Some(changes) = self.backends.remove(&name) else {
             return Err(unknown_backend(name));
         };
-        self.leases.forget_slot(slot);
-        self.service.forget(slot);
-        self.assumed.forget(slot);
-        self.beliefs.forget(slot);
-        self.block_sizes.forget(slot);
-        self.exact.forget(slot);
-        self.readers.forget(slot);
-        self.ownership.remove_backend(slot);
-        self.size_untold();
+        self.follow(&changes);
         self.note(origin, AuditAction::DeleteBackend, name);
         Ok(())
     }
@@ -115,6 +112,22 @@ impl RouterState {
             AuditAction::Undrain
         };
         self.note(origin, action, name);
+        Ok(())
+    }
+
+    /// Gives an engine as many ranks as it says it has. That of an earlier incarnation is old news.
+    pub(super) fn set_ranks(&mut self, backend: BackendRef, ranks: u16) -> Result<(), Rejection> {
+        ensure((1..=RANKS_MAX).contains(&ranks), "ranks", "1 to 64")?;
+        let live = self.backends.in_slot(backend.slot);
+        let Some(engine) = live.filter(|it| it.handle == backend) else {
+            return Ok(());
+        };
+        let is_first = !engine.is_further_rank();
+        ensure(is_first, "backend", "the first rank of an engine")?;
+        let changes = self.backends.set_ranks(backend.slot, ranks);
+        let changes = changes.ok_or(Rejection::TooManyBackends)?;
+        self.follow(&changes);
+        self.is_cold_changed |= !changes.is_empty();
         Ok(())
     }
 

@@ -155,13 +155,13 @@ impl RouterState {
             .backends
             .in_slot(backend.slot)
             .map(|it| it.facts.clone());
-        let Some(effect) = Some(facts)
+        let Some(changes) = Some(facts)
             .filter(EngineFacts::is_valid)
             .and_then(|it| self.backends.observe(backend, it))
         else {
             return false;
         };
-        self.follow(effect);
+        self.follow(&changes);
         // Engines are polled repeatedly; only a change is worth a new registry.
         if self.backends.in_slot(backend.slot).map(|it| &it.facts) != before.as_ref() {
             self.is_cold_changed = true;

@@ -110,6 +110,8 @@ impl RouterState {
         self.backends
             .check()
             .map_err(|detail| broken("I5", detail))?;
+        let ranks = self.backends.check_ranks();
+        ranks.map_err(|detail| broken("I113", detail))?;
         self.block_sizes
             .check(&self.backends)
             .map_err(|detail| broken("I75", detail))?;

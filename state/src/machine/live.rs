@@ -217,13 +217,16 @@ impl RouterState {
     ) -> Result<(), Rejection> {
         let backends = &self.backends;
         let changed = self.readers.replace(readers, |it| backends.is_live(it))?;
-        for slot in changed {
+        let slots = changed
+            .into_iter()
+            .flat_map(|it| self.backends.rank_slots(it));
+        for slot in slots.collect::<Vec<_>>() {
             let spec = self.backends.in_slot(slot).map(|backend| &backend.spec);
             if spec.is_some_and(|spec| spec.kv_events.is_some()) {
                 self.exact.doubt(slot, KvDoubt::Handover);
             } else if self.exact.forget(slot) {
                 // Nobody keeps up what the events reported: start over with leases.
-                self.follow(SlotChange::Begun(slot));
+                self.follow(&[SlotChange::Begun(slot)]);
             }
         }
         self.note(origin, AuditAction::AssignReaders, String::new());
@@ -234,11 +237,13 @@ impl RouterState {
         if !self.backends.is_live(batch.backend) {
             return false;
         }
-        let Some(changes) = self.exact.apply(batch, &mut self.ownership) else {
+        let Some(backend) = self.backends.rank_of(batch.backend, batch.rank) else {
             return false;
         };
-        self.leases
-            .forget_tips(batch.backend.slot, &changes.outlived);
+        let Some(changes) = self.exact.apply(backend, batch, &mut self.ownership) else {
+            return false;
+        };
+        self.leases.forget_tips(backend.slot, &changes.outlived);
         self.is_cold_changed |= changes.is_condition_changed;
         true
     }

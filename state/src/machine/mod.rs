@@ -369,6 +369,7 @@ impl RouterState {
             }
             Command::AbortRestore { restore } => self.abort_restore(restore),
             Command::PaceTime => self.pace_time(),
+            Command::SetRanks { backend, ranks } => self.set_ranks(backend, ranks),
         };
         result.map_or_else(Reply::Rejected, |()| Reply::Applied)
     }
@@ -405,27 +406,39 @@ impl RouterState {
         self.close_waiting(replica);
     }
 
-    /// Applies a backend change to ownership, leases and measurements.
-    fn follow(&mut self, effect: SlotChange) {
-        match effect {
-            SlotChange::Unchanged => {}
-            SlotChange::Resized(slot) => {
-                let capacity = self.capacity_blocks(slot);
-                self.ownership.set_capacity(slot, capacity);
-                self.size_untold();
-            }
-            SlotChange::Begun(slot) => {
-                self.leases.forget_slot(slot);
-                self.service.forget(slot);
-                self.assumed.forget(slot);
-                self.beliefs.forget(slot);
-                self.exact.forget(slot);
-                self.ownership.remove_backend(slot);
-                let capacity = self.capacity_blocks(slot);
-                self.ownership.add_backend(slot, capacity);
-                self.size_untold();
+    /// Applies changes of backends to ownership, leases and measurements.
+    fn follow(&mut self, changes: &[SlotChange]) {
+        for change in changes {
+            match *change {
+                SlotChange::Resized(slot) => {
+                    let capacity = self.capacity_blocks(slot);
+                    self.ownership.set_capacity(slot, capacity);
+                }
+                SlotChange::Begun(slot) => {
+                    self.forget_occupant(slot);
+                    let capacity = self.capacity_blocks(slot);
+                    self.ownership.add_backend(slot, capacity);
+                }
+                SlotChange::Gone(slot) => {
+                    self.forget_occupant(slot);
+                    self.block_sizes.forget(slot);
+                    self.readers.forget(slot);
+                }
             }
         }
+        if !changes.is_empty() {
+            self.size_untold();
+        }
+    }
+
+    /// Forgets what was known of whom was in `slot`.
+    fn forget_occupant(&mut self, slot: Slot) {
+        self.leases.forget_slot(slot);
+        self.service.forget(slot);
+        self.assumed.forget(slot);
+        self.beliefs.forget(slot);
+        self.exact.forget(slot);
+        self.ownership.remove_backend(slot);
     }
 
     /// Returns the cache capacity of the backend in `slot`, in blocks: the operator's value, else

@@ -8,7 +8,7 @@ use arc_swap::{ArcSwap, ArcSwapOption, Guard};
 use super::ClusterConfig;
 use super::live::LiveSettings;
 use crate::admission::UserFigures;
-use crate::backends::{Backend, Backends, BlockSizes};
+use crate::backends::{Backend, Backends, BlockSizes, RankSlots};
 use crate::caches::CacheScopesView;
 use crate::command::UserDefaults;
 use crate::exact::{EvictionsView, FollowedBackends, KvCondition};
@@ -294,6 +294,8 @@ pub struct Registry {
     pub fairness: FairnessSettings,
     /// Backends by slot, ascending; free slots are absent.
     pub backends: Vec<Backend>,
+    /// Which of them are the ranks of one engine.
+    pub ranks: RankSlots,
     /// Routing settings other than the policy. `None`: not set, the defaults apply.
     pub routing: Option<RoutingSettings>,
     /// Admission settings. `None`: not set, the defaults apply.
@@ -334,6 +336,7 @@ impl Registry {
             policy: config.policy.clone(),
             fairness: config.fairness,
             backends: backends.iter().cloned().collect(),
+            ranks: backends.ranks().clone(),
             routing: settings.routing.clone(),
             admission: settings.admission.clone(),
             kv: exact.conditions().collect(),
@@ -373,6 +376,13 @@ impl Registry {
     #[must_use]
     pub fn backend(&self, slot: Slot) -> Option<&Backend> {
         self.place(slot).map(|at| &self.backends[at])
+    }
+
+    /// Returns the rank of its engine that a backend stands for; `None` if the engine has one only.
+    #[must_use]
+    pub fn rank(&self, backend: &Backend) -> Option<u16> {
+        let is_first = || !self.ranks.of(backend.handle.slot).is_empty();
+        backend.further_rank().or_else(|| is_first().then_some(0))
     }
 
     /// Returns the condition of the ownership in `slot`. `None`: its KV events are not read, so

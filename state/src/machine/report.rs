@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::{AuditEntry, RouterState};
 use crate::backends::Backend;
-use crate::exact::{KvMap, KvPosition, KvStatus};
+use crate::exact::{KvMap, KvPosition, KvRankStatus, KvStatus};
 use crate::ids::{
     AttemptId, BackendRef, BlockHash, EngineHash, LogIndex, ReplicaId, SessionId, Slot, UserKey,
 };
@@ -119,20 +119,42 @@ impl RouterState {
     /// a reader continues.
     #[must_use]
     pub fn kv_positions(&self, slot: Slot) -> Vec<KvPosition> {
-        self.exact.positions(slot)
+        let slots = self.backends.rank_slots(slot).into_iter();
+        slots.flat_map(|it| self.exact.positions(it)).collect()
+    }
+
+    /// Returns what is known of the streams of all ranks of an engine, if this is its current
+    /// incarnation.
+    #[must_use]
+    pub fn kv_ranks(&self, backend: BackendRef) -> Vec<KvRankStatus> {
+        if !self.backends.is_live(backend) {
+            return Vec::new();
+        }
+        let slots = self.backends.rank_slots(backend.slot).into_iter();
+        let known = slots.filter_map(|slot| self.kv_status(slot));
+        known.flat_map(|it| it.ranks).collect()
     }
 
     /// Returns the router's hash of a block that a rank of the engine in `slot` stored.
     #[must_use]
     pub fn kv_router_hash(&self, slot: Slot, rank: u16, block: EngineHash) -> Option<BlockHash> {
-        self.exact.router_hash(slot, rank, block)
+        let own = self.rank_slot(slot, rank)?;
+        self.exact.router_hash(own, rank, block)
     }
 
     /// Returns all blocks of a rank by both hashes, for a reader's mirror. Taking this image costs
     /// microseconds, and it can be read on another thread.
     #[must_use]
     pub fn kv_map(&self, slot: Slot, rank: u16) -> Option<KvMap> {
-        self.exact.map(slot, rank)
+        self.exact.map(self.rank_slot(slot, rank)?, rank)
+    }
+
+    /// Returns the slot of a rank of the engine in `slot`: the same, unless the engine's ranks are
+    /// known. `None`: it has fewer.
+    #[must_use]
+    pub fn rank_slot(&self, slot: Slot, rank: u16) -> Option<Slot> {
+        let backend = self.backends.in_slot(slot)?.handle;
+        Some(self.backends.rank_of(backend, rank)?.slot)
     }
 
     /// Returns the heap size of the KV-event state in bytes, without the owned blocks themselves.

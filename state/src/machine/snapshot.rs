@@ -9,7 +9,7 @@
 //! keys, cache scopes and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 8 lacks what is believed of capacities. Version 7 also lacks roles of backends, what users have who were not given their own, and who of those
+//! Version 8 lacks what is believed of capacities, and engines of several ranks. Version 7 also lacks roles of backends, what users have who were not given their own, and who of those
 //! that are kept follows it. Version 6 also lacks cache scopes. Version 5 also lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
 //! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
@@ -212,7 +212,7 @@ impl RouterState {
                 .as_ref()
                 .is_some_and(StagedRestore::is_of_version_6);
         let has_defaults = self.users.defaults().is_some() || self.audit.has_version_8();
-        if self.beliefs != Beliefs::default() {
+        if self.beliefs != Beliefs::default() || self.backends.have_ranks() {
             SNAPSHOT_VERSION
         } else if has_defaults || self.backends.have_roles() {
             SNAPSHOT_VERSION_ROLES
@@ -337,6 +337,7 @@ impl RouterState {
             tag::BACKENDS => {
                 self.backends = section(payload)?;
                 self.backends.check()?;
+                self.backends.check_ranks()?;
             }
             tag::SESSIONS => self.sessions = section(payload)?,
             tag::AUDIT => self.audit = section(payload)?,

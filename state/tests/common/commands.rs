@@ -417,6 +417,8 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         1 => user().prop_map(|(_, name)| Command::ForgiveUser { name }),
         1 => user().prop_map(|(_, name)| Command::DeleteUser { name }),
         1 => Just(Command::PaceTime),
+        1 => (backend(), 0_u16..5)
+            .prop_map(|(backend, ranks)| Command::SetRanks { backend, ranks }),
         1 => expire,
         1 => admission().prop_map(Command::PutAdmission),
         1 => Just(common::init()),

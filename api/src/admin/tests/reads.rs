@@ -93,6 +93,8 @@ async fn backends_are_listed_with_all_that_is_known() {
                 "kind": null,
                 "version": null,
                 "tells_cached_tokens": false,
+                "ranks": null,
+                "rank": null,
                 "models": [],
             },
             "facts": {"models": null, "capacity_blocks": null, "started_at_s": null},

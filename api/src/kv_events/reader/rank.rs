@@ -218,7 +218,8 @@ impl RankReader {
                 .kv_positions(slot)
                 .into_iter()
                 .find(|it| it.rank == rank);
-            let status = state.kv_status(slot);
+            let place = state.rank_slot(slot, rank);
+            let status = place.and_then(|place| state.kv_status(place));
             let is_unconfirmed = status.as_ref().is_some_and(|it| it.unconfirmed_blocks > 0);
             let rank = status.and_then(|it| it.ranks.into_iter().find(|it| it.rank == rank));
             seen = (position, rank.map(|it| it.condition), is_unconfirmed);

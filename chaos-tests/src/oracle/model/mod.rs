@@ -177,6 +177,8 @@ impl ReferenceModel {
             Command::PutUserDefaults(defaults) => self.default_users(defaults),
             Command::DeleteUser { name } => self.users.delete(name),
             Command::PaceTime => self.pace(),
+            // Simulated engines have one rank.
+            Command::SetRanks { .. } => {}
             // What is in its parts is not looked at.
             Command::FinishRestore { .. } => self.is_replaced = true,
         }

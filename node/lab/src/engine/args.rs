@@ -31,6 +31,9 @@ pub struct EngineArgs {
     /// Prompt tokens computed per second, over all requests
     #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     prefill_tokens_per_s: u32,
+    /// Data-parallel ranks behind the port, each with a KV cache of its own
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    data_parallel_size: u16,
     /// Milliseconds per decoded token of a single request; a batch of 64 takes twice as long
     #[arg(long, value_name = "MS", default_value_t = 20.0, value_parser = positive)]
     decode_ms: f64,
@@ -76,7 +79,7 @@ pub struct EngineArgs {
         requires = "kv_transfer"
     )]
     kv_load_failure: LoadFailure,
-    /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557
+    /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557; each further rank at the next port
     #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
     kv_events: Option<SocketAddr>,
     /// Replay KV events at this endpoint
@@ -128,6 +131,7 @@ impl From<EngineArgs> for EngineOptions {
             events,
             transfer,
             listen: args.listen,
+            data_parallel_size: args.data_parallel_size,
             model: args.model,
             shape: EngineShape {
                 num_gpu_blocks: args.num_gpu_blocks,

@@ -58,6 +58,7 @@ struct PublishedMessage {
 pub(super) struct Publisher {
     form: EventEncoding,
     block_tokens: u32,
+    rank: u16,
     events_at: SocketAddr,
     replay_at: Option<SocketAddr>,
     inner: Mutex<PublisherInner>,
@@ -77,7 +78,7 @@ impl Publisher {
     /// Binds the sockets and serves them in the background until `stop`.
     pub(super) async fn start(
         options: &EventsOptions,
-        block_tokens: u32,
+        (block_tokens, rank): (u32, u16),
         stop: &CancellationToken,
         tasks: &TaskTracker,
     ) -> io::Result<Arc<Self>> {
@@ -89,6 +90,7 @@ impl Publisher {
         let publisher = Arc::new(Self {
             form: options.form,
             block_tokens,
+            rank,
             events_at: events.local_addr()?,
             replay_at: replay.as_ref().map(TcpListener::local_addr).transpose()?,
             inner: Mutex::new(PublisherInner {
@@ -129,7 +131,13 @@ impl Publisher {
         if events.is_empty() {
             return FaultKind::Nothing;
         }
-        let payload = encode::payload(self.form, self.block_tokens, at_s, events, contents);
+        let payload = encode::payload(
+            self.form,
+            (self.block_tokens, self.rank),
+            at_s,
+            events,
+            contents,
+        );
         let mut inner = self.lock();
         let message = PublishedMessage {
             seq: inner.next_seq,

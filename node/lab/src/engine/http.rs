@@ -27,13 +27,14 @@ use tokio_util::sync::CancellationToken;
 
 use super::EngineOptions;
 use super::answer::{AnswerHeader, AnswerStream, CompletionEvents, CompletionKind, UsageOptions};
-use super::driver::{DriverCore, Latest, RequestGuard, unix_time};
+use super::driver::{Latest, RequestGuard, unix_time};
 use super::embeddings::{EmbeddingsRequest, INPUTS_MAX};
-use super::events::{REPLAY_MESSAGES, TOPIC};
+use super::events::{Publisher, REPLAY_MESSAGES, TOPIC};
 use super::extras::check_extras;
 use super::metrics::EngineMetricsPage;
 use super::model::{ComputeJob, EngineShape, Finish};
 use super::named::{NamedDialect, NamedEvents};
+use super::ranks::Ranks;
 use super::rejection::{RequestRejection, read};
 use super::text::{Sequence, detokenize, sequence_bytes, token_count, token_ids};
 use super::transfer::{Connector, TRANSFER_PATH, TransferParams};
@@ -60,7 +61,7 @@ const METRICS: [(HeaderName, &str); 1] =
 /// What every connection shares.
 #[derive(Debug)]
 pub(super) struct EngineServer {
-    core: Arc<DriverCore>,
+    ranks: Ranks,
     model: String,
     /// Served adapters.
     adapters: Vec<Arc<str>>,
@@ -138,13 +139,13 @@ struct Detokenize {
 }
 
 impl EngineServer {
-    /// The surface of an engine that was started with `options`, on `core`.
+    /// The surface of an engine that was started with `options`, on `ranks`.
     #[must_use]
-    pub(super) fn new(core: Arc<DriverCore>, options: &EngineOptions, address: SocketAddr) -> Self {
+    pub(super) fn new(ranks: Ranks, options: &EngineOptions, address: SocketAddr) -> Self {
         let connector = options.transfer;
         let names = options.lora.names.iter();
         Self {
-            core,
+            ranks,
             model: options.model.clone(),
             adapters: names.map(|name| Arc::from(&**name)).collect(),
             max_loras: options.lora.max_loras,
@@ -208,6 +209,7 @@ impl EngineServer {
         let parsed = parse(endpoint.path(), &body)?;
         let adapter = surface.adapter_of(&parsed.model)?;
         let (wanted, transfer) = check_extras(&body)?;
+        let rank = surface.ranks.asked(&headers)?;
         let salt = parsed.cache_salt.unwrap_or_default();
         let bytes = sequence_bytes(parsed.prompt, parsed.reply == ReplyShape::Message);
         let prompt_tokens = token_count(bytes.len());
@@ -227,7 +229,7 @@ impl EngineServer {
             Finish::Stop
         };
         let is_fetched = surface.fetch(&transfer, prompt_tokens).await?;
-        let ticket = surface.core.submit(ComputeJob {
+        let ticket = rank.submit(ComputeJob {
             sequence,
             max_tokens,
             ending,
@@ -281,6 +283,7 @@ impl EngineServer {
         let body = body?;
         let parsed = parse(EMBEDDINGS, &body)?;
         let adapter = surface.adapter_of(&parsed.model)?;
+        let rank = surface.ranks.asked(&headers)?;
         let asked: EmbeddingsRequest = read(&body, Some("input"))?;
         asked
             .check_dimensions()
@@ -306,7 +309,7 @@ impl EngineServer {
         }
         let submitted = jobs.into_iter().map(|job| {
             let (voice, tokens) = (job.sequence.voice(), job.sequence.prompt_tokens());
-            (voice, tokens, surface.core.submit(job))
+            (voice, tokens, rank.submit(job))
         });
         let submitted: Vec<_> = submitted.collect();
         let (mut data, mut prompt_tokens, mut cached_tokens) = (Vec::new(), 0_u32, 0_u32);
@@ -349,7 +352,7 @@ impl EngineServer {
 
     /// A request's sequence. It remembers its tokens if the engine publishes them.
     fn sequence(&self, bytes: &[u8], adapter_and_salt: (&str, &str)) -> Sequence {
-        let new = match self.core.publisher() {
+        let new = match self.ranks.first().publisher() {
             Some(_) => Sequence::remembering,
             None => Sequence::of_adapter,
         };
@@ -357,24 +360,28 @@ impl EngineServer {
     }
 
     async fn load(State(surface): Shared) -> Json<Value> {
-        let load = *surface.core.watch_open().borrow();
+        let ranks = surface.ranks.all().iter();
+        let load: u32 = ranks.map(|rank| *rank.watch_open().borrow()).sum();
         Json(json!({ "server_load": load }))
     }
 
     async fn reset_prefix_cache(State(surface): Shared) -> StatusCode {
-        if surface.core.reset_cache() {
-            StatusCode::OK
-        } else {
-            StatusCode::INTERNAL_SERVER_ERROR
+        let ranks = surface.ranks.all().iter();
+        let held = ranks.filter(|rank| !rank.reset_cache()).count();
+        match held == 0 {
+            true => StatusCode::OK,
+            false => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 
     /// `POST /debug/prefix`, which vLLM does not have: what of a would-be request is in the cache.
     async fn prefix(
         State(surface): Shared,
+        headers: HeaderMap,
         body: BodyRead,
     ) -> Result<Json<Value>, RequestRejection> {
         let body = body?;
+        let rank = surface.ranks.asked(&headers)?;
         let asked: Tokenize = read(&body, None)?;
         let parsed = parse(if asked.messages.is_some() { CHAT } else { TEXT }, &body)?;
         let salt = parsed.cache_salt.unwrap_or_default();
@@ -382,7 +389,7 @@ impl EngineServer {
         let adapter = surface.adapter_of(&parsed.model).ok().flatten();
         let adapter = adapter.as_deref().unwrap_or("");
         let sequence = surface.sequence(&bytes, (adapter, &salt));
-        let (blocks, all) = surface.core.look(|scheduler| {
+        let (blocks, all) = rank.look(|scheduler| {
             (
                 scheduler.cached_prefix(&sequence),
                 scheduler.cached_hashes(),
@@ -393,16 +400,23 @@ impl EngineServer {
 
     /// As vLLM's: which publishers there are, by data-parallel rank.
     async fn kv_event_sources(State(surface): Shared) -> Json<Value> {
-        Json(match surface.core.publisher() {
-            Some(publisher) => json!({ "0": {
+        let source = |publisher: &Publisher| {
+            json!({
                 "enable_kv_cache_events": true,
                 "publisher": "zmq",
                 "endpoint": format!("tcp://*:{}", publisher.events_at().port()),
                 "replay_endpoint": publisher.replay_at().map(|at| format!("tcp://*:{}", at.port())),
                 "buffer_steps": REPLAY_MESSAGES,
                 "topic": TOPIC,
-            }}),
-            None => json!({ "0": { "enable_kv_cache_events": false } }),
+            })
+        };
+        let ranks = surface.ranks.publishers().enumerate();
+        let sources: serde_json::Map<String, Value> = ranks
+            .map(|(rank, publisher)| (rank.to_string(), source(publisher)))
+            .collect();
+        Json(match sources.is_empty() {
+            true => json!({ "0": { "enable_kv_cache_events": false } }),
+            false => Value::Object(sources),
         })
     }
 
@@ -418,7 +432,7 @@ impl EngineServer {
         let tokens = token_ids(&sequence_bytes(parsed.prompt, is_chat));
         Ok(Json(json!({
             "count": tokens.len(),
-            "max_model_len": surface.core.tokens_max(),
+            "max_model_len": surface.ranks.first().tokens_max(),
             "tokens": tokens,
             "token_strs": null,
         })))
@@ -451,7 +465,7 @@ impl EngineServer {
                 Some("prompt"),
             ));
         }
-        let most = self.core.tokens_max();
+        let most = self.ranks.first().tokens_max();
         if prompt_tokens.saturating_add(max_tokens) <= most {
             return Ok(());
         }
@@ -487,7 +501,7 @@ impl EngineServer {
                 "owned_by": "vllm",
                 "root": name,
                 "parent": parent,
-                "max_model_len": surface.core.tokens_max(),
+                "max_model_len": surface.ranks.first().tokens_max(),
                 "permission": [],
             })
         };
@@ -498,13 +512,14 @@ impl EngineServer {
     }
 
     async fn metrics(State(surface): Shared) -> impl IntoResponse {
-        let series = surface.core.lora_series();
+        let series = surface.ranks.first().lora_series();
+        let stats = surface.ranks.stats();
         let has_adapters = !surface.adapters.is_empty();
         let page = EngineMetricsPage {
             model: &surface.model,
             shape: surface.shape,
-            started_s: surface.core.started_s(),
-            stats: surface.core.stats(),
+            started_s: surface.ranks.first().started_s(),
+            stats: &stats,
             lora: has_adapters.then_some((surface.max_loras, &series)),
         };
         (METRICS, page.render())

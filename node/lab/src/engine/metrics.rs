@@ -14,8 +14,8 @@ pub(super) struct EngineMetricsPage<'a> {
     pub shape: EngineShape,
     /// Unix time the engine started at, in seconds.
     pub started_s: f64,
-    /// The counters.
-    pub stats: EngineStats,
+    /// The counters of each rank.
+    pub stats: &'a [EngineStats],
     /// How many adapters fit, and which were under way; `None`: the engine serves none.
     pub lora: Option<(u32, &'a LoraSeries)>,
 }
@@ -24,32 +24,21 @@ impl EngineMetricsPage<'_> {
     /// The page in Prometheus' text format.
     #[must_use]
     pub(super) fn render(&self) -> String {
-        let EngineStats {
-            running,
-            waiting,
-            used_blocks,
-            usable_blocks,
-            ..
-        } = self.stats;
-        let usage = f64::from(used_blocks) / f64::from(usable_blocks.max(1));
         let mut out = String::with_capacity(4096);
         self.gauge(
             &mut out,
-            "num_requests_running",
-            "Requests in the batch.",
-            f64::from(running),
+            ("num_requests_running", "Requests in the batch."),
+            |stats| f64::from(stats.running),
         );
         self.gauge(
             &mut out,
-            "num_requests_waiting",
-            "Requests in the queue.",
-            f64::from(waiting),
+            ("num_requests_waiting", "Requests in the queue."),
+            |stats| f64::from(stats.waiting),
         );
         self.gauge(
             &mut out,
-            "kv_cache_usage_perc",
-            "Used KV blocks, 1 is all.",
-            usage,
+            ("kv_cache_usage_perc", "Used KV blocks, 1 is all."),
+            |stats| f64::from(stats.used_blocks) / f64::from(stats.usable_blocks.max(1)),
         );
         self.counters(&mut out);
         self.successes(&mut out);
@@ -68,25 +57,32 @@ impl EngineMetricsPage<'_> {
     }
 
     fn counters(&self, out: &mut String) {
-        let stats = &self.stats;
-        for (name, help, value) in [
+        type Counter = fn(&EngineStats) -> u64;
+        let counters: [(&str, &str, Counter); 5] = [
             (
                 "prefix_cache_queries",
                 "Tokens looked up in the prefix cache.",
-                stats.cache_queries,
+                |stats| stats.cache_queries,
             ),
             (
                 "prefix_cache_hits",
                 "Tokens found in the prefix cache.",
-                stats.cache_hits,
+                |stats| stats.cache_hits,
             ),
-            ("num_preemptions", "Preemptions.", stats.preemptions),
-            ("prompt_tokens", "Prompt tokens.", stats.prompt_tokens),
-            ("generation_tokens", "Tokens made.", stats.generation_tokens),
-        ] {
+            ("num_preemptions", "Preemptions.", |stats| stats.preemptions),
+            ("prompt_tokens", "Prompt tokens.", |stats| {
+                stats.prompt_tokens
+            }),
+            ("generation_tokens", "Tokens made.", |stats| {
+                stats.generation_tokens
+            }),
+        ];
+        for (name, help, value) in counters {
             self.head(out, name, help, "counter");
-            let labels = self.labels();
-            let _ = writeln!(out, "vllm:{name}_total{{{labels}}} {value}");
+            for (rank, stats) in self.stats.iter().enumerate() {
+                let labels = self.labels(rank);
+                let _ = writeln!(out, "vllm:{name}_total{{{labels}}} {}", value(stats));
+            }
         }
     }
 
@@ -97,16 +93,18 @@ impl EngineMetricsPage<'_> {
             "Ended requests by reason.",
             "counter",
         );
-        for (reason, value) in [
-            ("stop", self.stats.finished_stop),
-            ("length", self.stats.finished_length),
-            ("abort", self.stats.aborted),
-        ] {
-            let labels = self.labels();
-            let _ = writeln!(
-                out,
-                "vllm:request_success_total{{{labels},finished_reason=\"{reason}\"}} {value}"
-            );
+        for (rank, stats) in self.stats.iter().enumerate() {
+            for (reason, value) in [
+                ("stop", stats.finished_stop),
+                ("length", stats.finished_length),
+                ("abort", stats.aborted),
+            ] {
+                let labels = self.labels(rank);
+                let _ = writeln!(
+                    out,
+                    "vllm:request_success_total{{{labels},finished_reason=\"{reason}\"}} {value}"
+                );
+            }
         }
     }
 
@@ -122,18 +120,27 @@ impl EngineMetricsPage<'_> {
             "Information of the LLMEngine CacheConfig",
             "gauge",
         );
-        let _ = writeln!(
-            out,
-            "vllm:cache_config_info{{block_size=\"{block_size}\",cache_dtype=\"auto\",\
-             enable_prefix_caching=\"True\",engine=\"0\",num_gpu_blocks=\"{num_gpu_blocks}\",\
-             prefix_caching_hash_algo=\"xxh3\"}} 1.0"
-        );
+        for rank in 0..self.stats.len() {
+            let _ = writeln!(
+                out,
+                "vllm:cache_config_info{{block_size=\"{block_size}\",cache_dtype=\"auto\",\
+                 enable_prefix_caching=\"True\",engine=\"{rank}\",num_gpu_blocks=\"{num_gpu_blocks}\",\
+                 prefix_caching_hash_algo=\"xxh3\"}} 1.0"
+            );
+        }
     }
 
-    fn gauge(&self, out: &mut String, name: &str, help: &str, value: f64) {
+    fn gauge(
+        &self,
+        out: &mut String,
+        (name, help): (&str, &str),
+        value: impl Fn(&EngineStats) -> f64,
+    ) {
         self.head(out, name, help, "gauge");
-        let labels = self.labels();
-        let _ = writeln!(out, "vllm:{name}{{{labels}}} {value}");
+        for (rank, stats) in self.stats.iter().enumerate() {
+            let labels = self.labels(rank);
+            let _ = writeln!(out, "vllm:{name}{{{labels}}} {}", value(stats));
+        }
     }
 
     fn head(&self, out: &mut String, name: &str, help: &str, kind: &str) {
@@ -144,13 +151,13 @@ impl EngineMetricsPage<'_> {
         );
     }
 
-    fn labels(&self) -> String {
+    fn labels(&self, rank: usize) -> String {
         let model = self
             .model
             .replace('\\', "\\\\")
             .replace('"', "\\\"")
             .replace('\n', "\\n");
-        format!("engine=\"0\",model_name=\"{model}\"")
+        format!("engine=\"{rank}\",model_name=\"{model}\"")
     }
 }
 
@@ -182,7 +189,7 @@ mod tests {
             model: "a\"b",
             shape,
             started_s: 12.5,
-            stats,
+            stats: &[stats, EngineStats::default()],
             lora: None,
         }
         .render();
@@ -192,6 +199,7 @@ mod tests {
             "vllm:kv_cache_usage_perc{engine=\"0\",model_name=\"a\\\"b\"} 0.25",
             "vllm:prefix_cache_queries_total{engine=\"0\",model_name=\"a\\\"b\"} 640",
             "vllm:prefix_cache_hits_total{engine=\"0\",model_name=\"a\\\"b\"} 320",
+            "vllm:num_requests_running{engine=\"1\",model_name=\"a\\\"b\"} 0",
             "process_start_time_seconds 12.500",
         ] {
             assert!(page.lines().any(|found| found == line), "{line} in\n{page}");

@@ -23,6 +23,7 @@ mod lora;
 mod metrics;
 pub mod model;
 mod named;
+mod ranks;
 mod rejection;
 #[cfg(test)]
 mod tests;
@@ -49,6 +50,7 @@ pub use events::{EventEncoding, EventsOptions, PublisherFaults};
 use http::{EngineServer, serve};
 pub use lora::LoraOptions;
 use model::{EngineShape, EngineStats, Scheduler};
+use ranks::{Ranks, events_of};
 pub use transfer::{LoadFailure, TransferOptions};
 
 /// Connections one engine serves at a time; further ones wait in the listener's queue.
@@ -75,6 +77,8 @@ pub struct EngineOptions {
     pub lora: LoraOptions,
     /// KV connector; `None`: there is none.
     pub transfer: Option<TransferOptions>,
+    /// Data-parallel ranks, each of this shape; at least one.
+    pub data_parallel_size: u16,
 }
 
 impl Default for EngineOptions {
@@ -96,6 +100,7 @@ impl Default for EngineOptions {
             events: None,
             lora: LoraOptions::default(),
             transfer: None,
+            data_parallel_size: 1,
         }
     }
 }
@@ -108,7 +113,7 @@ pub struct EmulatedEngine;
 #[derive(Debug)]
 pub struct EngineHandle {
     addr: SocketAddr,
-    core: Arc<DriverCore>,
+    ranks: Ranks,
     stop: CancellationToken,
     tasks: TaskTracker,
 }
@@ -135,17 +140,24 @@ impl EmulatedEngine {
         let addr = listener.local_addr()?;
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
-        let publisher = match &options.events {
-            Some(events) => {
-                let block_tokens = options.shape.block_size;
-                Some(Publisher::start(events, block_tokens, &stop, &tasks).await?)
-            }
-            None => None,
-        };
-        let scheduler = Scheduler::new(options.shape).with_lora(&options.lora);
-        let core = DriverCore::new(scheduler, options.speed, publisher);
-        let surface = EngineServer::new(core.clone(), &options, addr);
-        tasks.spawn(stop.clone().run_until_cancelled_owned(core.clone().drive()));
+        let mut cores = Vec::new();
+        for rank in 0..options.data_parallel_size.max(1) {
+            let publisher = match &options.events {
+                Some(events) => {
+                    let (events, block_tokens) =
+                        (events_of(events, rank), options.shape.block_size);
+                    let of = (block_tokens, rank);
+                    Some(Publisher::start(&events, of, &stop, &tasks).await?)
+                }
+                None => None,
+            };
+            let scheduler = Scheduler::new(options.shape).with_lora(&options.lora);
+            let core = DriverCore::new(scheduler, options.speed, publisher);
+            tasks.spawn(stop.clone().run_until_cancelled_owned(core.clone().drive()));
+            cores.push(core);
+        }
+        let ranks = Ranks::new(cores);
+        let surface = EngineServer::new(ranks.clone(), &options, addr);
         let acceptor = accept(
             listener,
             surface.routes(),
@@ -157,7 +169,7 @@ impl EmulatedEngine {
         tasks.close();
         Ok(EngineHandle {
             addr,
-            core,
+            ranks,
             stop,
             tasks,
         })
@@ -177,30 +189,36 @@ impl EngineHandle {
         format!("http://{}", self.addr)
     }
 
-    /// Endpoint of its KV events, as a backend's `kv_events` names it.
+    /// Endpoint of the KV events of its first rank, as a backend's `kv_events` names it.
     #[must_use]
     pub fn kv_events(&self) -> Option<String> {
-        let publisher = self.core.publisher()?;
+        let publisher = self.ranks.publishers().next()?;
         Some(format!("tcp://{}", publisher.events_at()))
     }
 
     /// Endpoint of its replays, as a backend's `kv_replay` names it.
     #[must_use]
     pub fn kv_replay(&self) -> Option<String> {
-        let replay = self.core.publisher()?.replay_at()?;
+        let replay = self.ranks.publishers().next()?.replay_at()?;
         Some(format!("tcp://{replay}"))
     }
 
-    /// Its counters.
+    /// The counters of its first rank.
     #[must_use]
     pub fn stats(&self) -> EngineStats {
-        self.core.stats()
+        self.ranks.first().stats()
     }
 
-    /// How many requests have not ended, to wait upon.
+    /// The counters of each rank.
+    #[must_use]
+    pub fn rank_stats(&self) -> Vec<EngineStats> {
+        self.ranks.stats()
+    }
+
+    /// How many requests of its first rank have not ended, to wait upon.
     #[must_use]
     pub fn watch_open(&self) -> watch::Receiver<u32> {
-        self.core.watch_open()
+        self.ranks.first().watch_open()
     }
 
     /// Stops at once, cutting all connections off, and waits until it has.

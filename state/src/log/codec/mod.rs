@@ -15,6 +15,8 @@ mod replies;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod version_10_rank_tests;
+#[cfg(test)]
 mod version_10_tests;
 #[cfg(test)]
 mod version_6_tests;
@@ -50,6 +52,7 @@ const DECODE_BYTES_MAX: usize = 64 << 20;
 #[must_use]
 pub fn format_of(command: &Command) -> u8 {
     match command {
+        Command::SetRanks { .. } => 10,
         Command::PutBackend(spec) if spec.role != BackendRole::Both => 8,
         Command::PutUserDefaults(_) | Command::FoundWithUserDefaults { .. } => 8,
         Command::SetCacheScope { .. } => 7,

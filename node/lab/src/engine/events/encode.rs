@@ -19,7 +19,7 @@ pub enum EventEncoding {
 /// `[time, events, rank]`.
 pub(super) fn payload(
     form: EventEncoding,
-    block_tokens: u32,
+    (block_tokens, rank): (u32, u16),
     at_s: f64,
     events: &[BlockEvent],
     contents: Vec<BlockContent>,
@@ -53,7 +53,7 @@ pub(super) fn payload(
             },
         }
     }
-    out.number(0);
+    out.number(rank.into());
     Bytes::from(out.0)
 }
 

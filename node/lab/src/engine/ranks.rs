@@ -1,0 +1,96 @@
+//! Data-parallel ranks: several schedulers, each with a prefix cache of its own, behind one port.
+//!
+//! As with vLLM's `--data-parallel-size`, a request goes to the rank that its header
+//! `X-data-parallel-rank` names, else to the one with the fewest requests, and each rank publishes
+//! KV events at ports of its own.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use http::HeaderMap;
+
+use super::driver::DriverCore;
+use super::events::{EventsOptions, Publisher};
+use super::model::EngineStats;
+use super::rejection::RequestRejection;
+
+/// Names the rank that a request goes to.
+const RANK_HEADER: &str = "x-data-parallel-rank";
+
+/// The ranks of an engine, at least one.
+#[derive(Debug, Clone)]
+pub(super) struct Ranks {
+    cores: Arc<[Arc<DriverCore>]>,
+    /// Where the search for the idlest rank begins, so that idle ranks take turns.
+    turn: Arc<AtomicUsize>,
+}
+
+impl Ranks {
+    /// # Panics
+    /// If there is none.
+    pub(super) fn new(cores: Vec<Arc<DriverCore>>) -> Self {
+        assert!(!cores.is_empty(), "an engine has a rank");
+        Self {
+            cores: cores.into(),
+            turn: Arc::default(),
+        }
+    }
+
+    /// The first one, which stands for what all have in common.
+    pub(super) fn first(&self) -> &Arc<DriverCore> {
+        &self.cores[0]
+    }
+
+    /// All, in order.
+    pub(super) fn all(&self) -> &[Arc<DriverCore>] {
+        &self.cores
+    }
+
+    /// The one that a request with these headers goes to.
+    pub(super) fn asked(&self, headers: &HeaderMap) -> Result<&Arc<DriverCore>, RequestRejection> {
+        let Some(named) = headers.get(RANK_HEADER) else {
+            return Ok(self.idlest());
+        };
+        let rank = named.to_str().ok().and_then(|it| it.parse::<usize>().ok());
+        let core = rank.and_then(|rank| self.cores.get(rank));
+        core.ok_or_else(|| {
+            let message = format!(
+                "data_parallel_rank {named:?} is out of range [0, {}).",
+                self.cores.len()
+            );
+            RequestRejection::bad_request(message, None)
+        })
+    }
+
+    fn idlest(&self) -> &Arc<DriverCore> {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed) % self.cores.len();
+        let (before, from) = self.cores.split_at(turn);
+        let by_turn = from.iter().chain(before);
+        let idlest = by_turn.min_by_key(|core| *core.watch_open().borrow());
+        idlest.expect("an engine has a rank")
+    }
+
+    /// Counters and gauges of each.
+    pub(super) fn stats(&self) -> Vec<EngineStats> {
+        self.cores.iter().map(|core| core.stats()).collect()
+    }
+
+    /// What publishes the KV events of each; none if they are not published.
+    pub(super) fn publishers(&self) -> impl Iterator<Item = &Arc<Publisher>> {
+        self.cores.iter().filter_map(|core| core.publisher())
+    }
+}
+
+/// Where rank `rank` publishes: each at the next port, or at a free one.
+pub(super) fn events_of(options: &EventsOptions, rank: u16) -> EventsOptions {
+    let of_rank = |at: SocketAddr| match at.port() {
+        0 => at,
+        port => SocketAddr::new(at.ip(), port.saturating_add(rank)),
+    };
+    EventsOptions {
+        events: of_rank(options.events),
+        replay: options.replay.map(of_rank),
+        ..options.clone()
+    }
+}

@@ -1,0 +1,68 @@
+//! Gives each engine as many backends as it says it has data-parallel ranks: the leader compares what
+//! its probes found with the registry, and proposes what differs.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use api::backends::Backends;
+use api::ports::Cluster;
+use state::command::{Command, Reply};
+use state::ids::{BackendRef, Slot};
+use state::{RANKS_MAX, Registry, StateView};
+use tokio_util::sync::CancellationToken;
+
+use super::ticks::every;
+
+/// Interval at which engines and registry are compared.
+const INTERVAL: Duration = Duration::from_millis(200);
+
+/// Follows the engines' ranks while this replica leads, until `stop`.
+pub(super) async fn follow(
+    cluster: Arc<dyn Cluster>,
+    view: Arc<StateView>,
+    backends: Arc<Backends>,
+    stop: CancellationToken,
+) {
+    // What the state had no room for, so that it is not asked again and again.
+    let mut refused: BTreeMap<BackendRef, u16> = BTreeMap::new();
+    let mut ticks = every(INTERVAL);
+    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+        let status = cluster.status();
+        if status.leader != Some(status.id) {
+            continue;
+        }
+        let told = |slot| backends.record(slot)?.metrics.ranks;
+        for (backend, ranks) in news(&view.registry(), told) {
+            if refused.get(&backend) == Some(&ranks) {
+                continue;
+            }
+            let submitted = cluster.submit(Command::SetRanks { backend, ranks });
+            match stop.run_until_cancelled(submitted).await {
+                None => return,
+                Some(Ok(committed)) => {
+                    if let Reply::Rejected(rejection) = committed.reply {
+                        tracing::warn!(slot = backend.slot.0, ranks, %rejection, "no slots for ranks");
+                        refused.insert(backend, ranks);
+                    } else {
+                        tracing::info!(slot = backend.slot.0, ranks, "engine has ranks");
+                    }
+                }
+                // While members of an earlier build could not read it, ranks share a slot.
+                Some(Err(error)) => tracing::debug!(%error, "could not follow ranks yet"),
+            }
+        }
+    }
+}
+
+/// The backends whose engines have another number of ranks than the registry knows.
+fn news(registry: &Registry, told: impl Fn(Slot) -> Option<u16>) -> Vec<(BackendRef, u16)> {
+    let first = registry.backends.iter().filter(|it| !it.is_further_rank());
+    let differs = first.filter_map(|backend| {
+        let slot = backend.handle.slot;
+        let ranks = told(slot).filter(|ranks| *ranks <= RANKS_MAX)?;
+        let known = registry.ranks.of(slot).len().max(1);
+        (usize::from(ranks) != known).then_some((backend.handle, ranks))
+    });
+    differs.collect()
+}
