@@ -1,7 +1,9 @@
 //! Responses that an engine has stored are found wherever they are.
 
 use api::backends::EngineKeys;
+use api::proxy::ProxySettings;
 use http::HeaderValue;
+use state::ids::ReplicaId;
 
 use super::client::post;
 use super::engine::{Engine, chunk, json as answer_json, last_chunk, stream_head};
@@ -59,6 +61,29 @@ async fn the_engine_that_has_it_answers() {
     assert_eq!((first.connections(), second.connections()), (1, 1));
     fleet.is_idle().await;
     assert_eq!(fleet.charged().await.started, 0);
+}
+
+#[tokio::test]
+async fn every_replica_finds_it_also_one_that_knows_nothing() {
+    let (first, second) = (keeper("resp_a").await, keeper("resp_b").await);
+    let engines = [&first, &second];
+    let settings = [1, 2].map(|id| ProxySettings::new(ReplicaId(id)));
+    let replicas = Fleet::replicas(&engines, settings.into()).await;
+    // A replica that starts again has forgotten all that it was asked.
+    let restarted = Fleet::start(&engines).await;
+    for fleet in replicas.iter().chain([&restarted]) {
+        let mut client = fleet.client().await;
+        for id in ["resp_b", "resp_a"] {
+            for request in [
+                bare("GET", &format!("/v1/responses/{id}")),
+                post(&format!("/v1/responses/{id}/cancel"), "", ""),
+            ] {
+                let answer = client.ask(&request).await;
+                assert_eq!(answer.status, 200, "{request}");
+                assert_eq!(answer.body, format!("{{\"id\":\"{id}\"}}"));
+            }
+        }
+    }
 }
 
 #[tokio::test]

@@ -214,6 +214,11 @@ pub(super) fn listed(backends: &[Value]) -> FittedTable {
         column("role").rank(5),
         column("url").rank(3),
         column("models").rank(4),
+        column("engine").rank(5),
+        column("context").number().rank(6),
+        column("block").number().rank(6),
+        column("adapters").rank(6),
+        column("tells cached").rank(6),
         column("in flight").number(),
         column("(here)").number().rank(6),
         column("limit").number().rank(5),
@@ -236,6 +241,11 @@ pub(super) fn listed(backends: &[Value]) -> FittedTable {
             cell(&backend["role"]),
             cell(&backend["url"]),
             cell(served),
+            engine(&backend["engine_info"]),
+            cell(&context(&backend["engine_info"])),
+            cell(&backend["engine"]["block_size"]),
+            cell(&adapters(&backend["engine_info"])),
+            cell(&backend["engine_info"]["tells_cached_tokens"]),
             cell(&backend["in_flight"]["cluster"]),
             cell(&backend["in_flight"]["here"]),
             cell(&backend["service"]["limit"]),
@@ -252,6 +262,40 @@ pub(super) fn listed(backends: &[Value]) -> FittedTable {
         ]);
     }
     table
+}
+
+/// What an engine is, with its version.
+fn engine(info: &Value) -> String {
+    let parts = [&info["kind"], &info["version"]];
+    let known: Vec<String> = parts
+        .iter()
+        .filter(|it| !it.is_null())
+        .map(|it| cell(it))
+        .collect();
+    match known.is_empty() {
+        true => "-".to_owned(),
+        false => known.join(" "),
+    }
+}
+
+fn models_of(info: &Value) -> impl Iterator<Item = &Value> {
+    info["models"].as_array().into_iter().flatten()
+}
+
+/// Tokens of its longest prompt with the answer; of several models the least.
+fn context(info: &Value) -> Value {
+    let lengths = models_of(info).filter_map(|model| model["max_model_len"].as_u64());
+    json!(lengths.min())
+}
+
+/// Models that adapt another one, each with that.
+fn adapters(info: &Value) -> Value {
+    let adapts = |model: &&Value| !model["parent"].is_null() && model["parent"] != model["id"];
+    let shown = models_of(info).filter(adapts).map(|model| {
+        let (id, parent) = (cell(&model["id"]), cell(&model["parent"]));
+        format!("{id} of {parent}")
+    });
+    json!(shown.collect::<Vec<_>>())
 }
 
 async fn show(id: &str, read: ReadArgs) -> anyhow::Result<ExitCode> {
@@ -330,5 +374,30 @@ async fn idle(target: &AdminTarget, id: &str, wait: Duration) -> anyhow::Result<
             bail!("backend {id} drains, but has {running} requests after {waited}");
         }
         sleep(LOOK_INTERVAL).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_engine_says_of_itself_is_shown() {
+        let info = json!({
+            "kind": "vllm",
+            "version": "0.32.0",
+            "tells_cached_tokens": true,
+            "models": [
+                { "id": "base", "parent": null, "max_model_len": 8192 },
+                { "id": "sql", "parent": "base", "max_model_len": 4096 },
+            ],
+        });
+        let backend = json!({ "id": "a", "engine_info": info, "engine": { "block_size": 32 } });
+        let text = listed(&[backend]).to_string();
+        for word in ["vllm 0.32.0", "4096", "32", "sql of base", "yes"] {
+            assert!(text.contains(word), "{word} in\n{text}");
+        }
+        assert_eq!(engine(&Value::Null), "-");
+        assert_eq!(context(&Value::Null), Value::Null);
     }
 }

@@ -107,7 +107,7 @@ fn results_fit_80_columns_in_whole_words() {
         assert!(shown.contains(word), "{word} in\n{shown}");
     }
     assert!(shown.contains("not shown:"), "{shown}");
-    let wide = on_terminal(quorate(&args), 250);
+    let wide = on_terminal(quorate(&args), 340);
     assert!(
         wide.contains("us/token") && !wide.contains("not shown"),
         "{wide}"

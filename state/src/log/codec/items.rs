@@ -129,14 +129,7 @@ impl Encode for Item {
                 put_backend(encoder, *backend)?;
                 put(encoder, u64::from(*tokens))
             }
-            Self::ObserveBelief(sample) => {
-                put_rare(encoder, rare::BELIEF)?;
-                put_backend(encoder, sample.backend)?;
-                for count in [sample.held, sample.lost, sample.found] {
-                    put(encoder, u64::from(count))?;
-                }
-                put(encoder, sample.computed_blocks)
-            }
+            Self::ObserveBelief(sample) => put_belief(encoder, sample),
         }
     }
 }
@@ -214,6 +207,15 @@ fn no_item(tag: u8) -> DecodeError {
 
 fn put_rare<E: Encoder>(encoder: &mut E, kind: u8) -> Result<(), EncodeError> {
     put_byte(encoder, RARE | (kind << KIND_BITS))
+}
+
+fn put_belief<E: Encoder>(encoder: &mut E, sample: &BeliefSample) -> Result<(), EncodeError> {
+    put_rare(encoder, rare::BELIEF)?;
+    put_backend(encoder, sample.backend)?;
+    for count in [sample.held, sample.lost, sample.found] {
+        put(encoder, u64::from(count))?;
+    }
+    put(encoder, sample.computed_blocks)
 }
 
 fn get_rare<D: Decoder>(decoder: &mut D, tag: u8) -> Result<Item, DecodeError> {
