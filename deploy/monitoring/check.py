@@ -4,6 +4,7 @@ Each panel must have data, but for those of what did not happen, which are named
 """
 
 import glob
+import http.client
 import json
 import os
 import re
@@ -76,7 +77,6 @@ class Cluster:
             self.start(f"engine-{nth}", QUORATE, "engine", "--listen", f"127.0.0.1:{port}", "--speed", "20",
                        "--kv-events", addresses[0], "--kv-replay", addresses[1])  # fmt: skip
             backends += f'[[backends]]\nid = "engine-{nth}"\nurl = "http://127.0.0.1:{port}"\n'
-            # A limit, so that there are places to hand over and a queue.
             backends += f'kv_events = "{addresses[0]}"\nkv_replay = "{addresses[1]}"\n'
         peers = json.dumps([f"127.0.0.1:{peer}" for _, _, peer in self.replicas])
         for number, (data, admin, peer) in enumerate(self.replicas, 1):
@@ -84,6 +84,7 @@ class Cluster:
                 config.write(
                     f'node = {{ id = {number}, data_dir = "{self.folder}/data-{number}" }}\n'
                     f"cluster = {{ peers = {peers}, bootstrap_expect = {REPLICAS} }}\n"
+                    # A limit, so that requests wait.
                     f"admission.concurrency = 2\n"
                     f'[listen]\ndata = "127.0.0.1:{data}"\nadmin = "127.0.0.1:{admin}"\npeer = "127.0.0.1:{peer}"\n'
                     f'[[models]]\nname = "*"\ntokenizer = "engine"\n{backends}'
@@ -121,7 +122,8 @@ class Cluster:
             )
             try:
                 urllib.request.urlopen(request, timeout=30).read()
-            except OSError:
+            except (OSError, http.client.HTTPException):
+                # Its replica was killed.
                 time.sleep(0.05)
 
     def leader(self):
