@@ -108,7 +108,12 @@ pub(super) async fn forward(
         }
         proxy.metrics.retries.inc();
         tried += 1;
-        excluded.push(at_fault(&decision, &sending, last.as_ref()));
+        exclude(
+            proxy,
+            at_fault(&decision, &sending, last.as_ref()),
+            last.as_ref(),
+            &mut excluded,
+        );
     }
 }
 
@@ -150,6 +155,14 @@ fn at_fault(decision: &Decision, sending: &OutgoingRequest<'_>, how: Option<&Not
             prefill.backend.slot
         }
         (_, _) => decision.backend.slot,
+    }
+}
+
+/// Leaves out what failed: the backend, or all ranks of an engine that cannot be reached.
+fn exclude(proxy: &Proxy, slot: Slot, how: Option<&NotRun>, excluded: &mut Vec<Slot>) {
+    excluded.push(slot);
+    if let Some(NotRun::Unreachable) = how {
+        excluded.extend_from_slice(proxy.view.registry().ranks.around(slot));
     }
 }
 

@@ -26,6 +26,7 @@ mod leaving;
 mod limits;
 mod panic;
 mod predictions;
+mod ranks;
 mod retries;
 mod stalls;
 mod stored;

@@ -51,6 +51,14 @@ impl RankSlots {
         self.by_engine.get(&slot).map_or(&[], Vec::as_slice)
     }
 
+    /// Returns the slots of all ranks of the engine that has one in `slot`. Empty: it has one only.
+    #[must_use]
+    pub fn around(&self, slot: Slot) -> &[Slot] {
+        let mut engines = self.by_engine.values();
+        let engine = engines.find(|slots| slots.contains(&slot));
+        engine.map_or(&[], Vec::as_slice)
+    }
+
     /// Reads them off the ids.
     pub(super) fn read(by_slot: &BTreeMap<Slot, Backend>) -> Self {
         let mut further: BTreeMap<&str, BTreeMap<u16, Slot>> = BTreeMap::new();
