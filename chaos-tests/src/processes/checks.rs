@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::access::key;
-use super::book::UserTotals;
+use super::book::{AnsweredRequest, UserTotals};
 use super::load::{RunningLoad, charged};
 use super::{ProcessCluster, until};
 
@@ -117,7 +117,18 @@ async fn check_ownership(cluster: &ProcessCluster) -> anyhow::Result<()> {
 
 /// Of the prompts that were answered last every replica believes that the engine has them.
 async fn check_knowledge(cluster: &ProcessCluster, load: &RunningLoad) -> anyhow::Result<()> {
-    for answered in load.recent(RECALLED) {
+    check_recalled(cluster, &load.recent(RECALLED)).await
+}
+
+/// Of these prompts every replica believes that the engine that answered has them.
+///
+/// # Errors
+/// Who does not.
+pub(super) async fn check_recalled(
+    cluster: &ProcessCluster,
+    answers: &[AnsweredRequest],
+) -> anyhow::Result<()> {
+    for answered in answers {
         let engine = answered.answer.backend.as_deref().context("no backend")?;
         let body: Value = serde_json::from_slice(&answered.body)?;
         let bearer = format!("Bearer {}", key(&answered.user));

@@ -18,6 +18,7 @@ mod layout;
 pub mod load;
 mod look;
 mod options;
+pub mod roll;
 pub mod upgrade;
 mod waiting;
 

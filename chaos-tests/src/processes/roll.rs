@@ -1,0 +1,321 @@
+//! A fleet of engines that is found by DNS and replaced by another, some engines at a time, under load:
+//! docs/guide/discovery.md.
+//!
+//! The name server is dnsmasq. New engines start and get into the name; old ones leave it, drain, and
+//! end when the cluster has removed them, as a rolling update of an orchestrator does it. No request may
+//! fail, and what is known of engines that stay must stay known.
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use lab::engine::{EmulatedEngine, EngineHandle, EngineOptions};
+use rustix::process::{Pid, Signal, kill_process};
+use serde::Serialize;
+use tokio::time::Instant;
+
+use super::load::{LoadOptions, RunningLoad};
+use super::{ClusterOptions, ProcessCluster, checks, until};
+
+/// What the engines are called together.
+const NAME: &str = "engines.test";
+/// How many times faster than a small GPU they are.
+const SPEED: f64 = 50.0;
+/// Answers that are asked for again after a step.
+const RECALLED: usize = 40;
+
+/// How much is replaced, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RollOptions {
+    /// Engines.
+    pub engines: u8,
+    /// Engines that are replaced at a time.
+    pub at_once: u8,
+    /// How often all of them are.
+    pub rolls: u8,
+    /// Requests answered between two steps.
+    pub requests: u64,
+    /// Whether the leader is killed in the middle of the last roll.
+    pub is_leader_killed: bool,
+}
+
+/// What a roll came to.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RollReport {
+    /// Its number, from 1.
+    pub roll: u8,
+    /// Requests answered.
+    pub answered: u64,
+    /// Requests that failed.
+    pub failed: u64,
+    /// Requests under way at a replica that was killed.
+    pub lost: u64,
+    /// Share of prompt tokens that engines found in their caches, in percent.
+    pub hit_percent: f64,
+    /// Prompts whose engine stayed through a step, which every replica knew afterwards.
+    pub recalled: u64,
+    /// Seconds it took.
+    pub took_s: f64,
+}
+
+/// The name server.
+#[derive(Debug)]
+struct NameServer {
+    process: Child,
+    hosts: PathBuf,
+}
+
+impl NameServer {
+    fn start(folder: &std::path::Path, port: u16) -> anyhow::Result<Self> {
+        let hosts = folder.join("engines.hosts");
+        fs::write(&hosts, "")?;
+        let process = Command::new("dnsmasq")
+            .args([
+                "--keep-in-foreground",
+                "--conf-file=/dev/null",
+                "--no-resolv",
+            ])
+            .args([
+                "--no-hosts",
+                "--bind-interfaces",
+                "--listen-address=127.0.0.1",
+            ])
+            .args(["--local-ttl=1", "--pid-file=", "--user=", "--local=/test/"])
+            .arg(format!("--port={port}"))
+            .arg(format!("--addn-hosts={}", hosts.display()))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .context("start dnsmasq (Debian: dnsmasq-base)")?;
+        Ok(Self { process, hosts })
+    }
+
+    /// Has the name lead to these engines only.
+    fn lead_to(&self, engines: &[FoundEngine]) -> anyhow::Result<()> {
+        let mut text = String::new();
+        for engine in engines {
+            let _ = writeln!(text, "{} {NAME}", engine.address.ip());
+        }
+        // It reads the file when it is told to, not before.
+        fs::write(&self.hosts, text)?;
+        let pid = i32::try_from(self.process.id())
+            .ok()
+            .and_then(Pid::from_raw);
+        kill_process(pid.context("no process id")?, Signal::HUP)?;
+        Ok(())
+    }
+}
+
+impl Drop for NameServer {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// An engine and where it is.
+struct FoundEngine {
+    address: SocketAddr,
+    handle: EngineHandle,
+}
+
+impl FoundEngine {
+    /// Starts the next engine, at the next address.
+    async fn start(number: u32, port: u16) -> anyhow::Result<Self> {
+        let [_, _, high, low] = number.to_be_bytes();
+        let address = SocketAddr::from((Ipv4Addr::new(127, 1, high, low), port));
+        let options = EngineOptions {
+            listen: address,
+            speed: SPEED,
+            seed: u64::from(number),
+            ..EngineOptions::default()
+        };
+        let handle = EmulatedEngine::start(options).await;
+        let handle = handle.with_context(|| format!("start an engine at {address}"))?;
+        Ok(Self { address, handle })
+    }
+
+    fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+}
+
+/// Rolls a fleet; answers how it went, roll by roll.
+///
+/// # Errors
+/// What does not hold, or does not start.
+pub async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
+    ensure!(
+        (1..=options.engines).contains(&options.at_once) && options.engines <= 200,
+        "expected 1 to 200 engines, and at most as many at once"
+    );
+    let (engine_port, name_port) = (free_port()?, free_port()?);
+    let folder = tempfile::tempdir()?;
+    let names = NameServer::start(folder.path(), name_port)?;
+    let mut fleet = Vec::new();
+    for number in 1..=u32::from(options.engines) {
+        fleet.push(FoundEngine::start(number, engine_port).await?);
+    }
+    names.lead_to(&fleet)?;
+    let config = format!(
+        "[admin]\nbackends_allow = [\"127.1.0.0/16\"]\n[drain]\ndns_ttl = \"500ms\"\n\
+         [[discovery]]\nkind = \"dns\"\nid = \"fleet\"\nname = \"{NAME}:{engine_port}\"\n\
+         resolver = \"127.0.0.1:{name_port}\"\nremove_after = \"3s\"\n"
+    );
+    let cluster = ProcessCluster::start(ClusterOptions {
+        engines: 0,
+        is_secure: false,
+        // Options are constants everywhere else; this one lives as long as the program.
+        config: String::leak(config),
+        ..ClusterOptions::default()
+    })
+    .await?;
+    let mut roll = Roll {
+        next: u32::from(options.engines) + 1,
+        options,
+        engine_port,
+        names,
+        fleet,
+        cluster,
+    };
+    roll.wait_registered().await?;
+    let load = RunningLoad::start(&roll.cluster, LoadOptions::default());
+    load.book().take_figures();
+    load.after(options.requests).await?;
+    let mut reports = Vec::new();
+    for number in 1..=options.rolls {
+        reports.push(roll.run(&load, number).await?);
+    }
+    load.stop().await?;
+    roll.cluster.stop();
+    Ok(reports)
+}
+
+struct Roll {
+    options: RollOptions,
+    engine_port: u16,
+    names: NameServer,
+    fleet: Vec<FoundEngine>,
+    cluster: ProcessCluster,
+    /// Number of the next engine.
+    next: u32,
+}
+
+impl Roll {
+    /// Replaces every engine.
+    async fn run(&mut self, load: &RunningLoad, number: u8) -> anyhow::Result<RollReport> {
+        let begin = Instant::now();
+        let before = {
+            let mut book = load.book();
+            book.take_figures();
+            (book.answered, book.lost)
+        };
+        let (mut recalled, mut is_killed) = (0, None);
+        let steps = self.options.engines.div_ceil(self.options.at_once);
+        for step in 0..steps {
+            let is_middle = step == steps / 2 && number == self.options.rolls;
+            if is_middle && self.options.is_leader_killed {
+                let leader = self.cluster.leader().await?;
+                let since = Instant::now();
+                self.cluster.kill(leader)?;
+                load.book()
+                    .doubt(leader, since - Duration::from_secs(2), Instant::now());
+                is_killed = Some(leader);
+            }
+            recalled += self
+                .step(load)
+                .await
+                .with_context(|| format!("roll {number}, step {}", step + 1))?;
+            if let Some(leader) = is_killed.take() {
+                self.cluster.restart(&[leader]).await?;
+            }
+        }
+        load.rest().await?;
+        self.cluster.wait_idle().await?;
+        self.cluster.check_digests().await?;
+        checks::check_failures(load)?;
+        load.go_on();
+        let mut book = load.book();
+        Ok(RollReport {
+            roll: number,
+            answered: book.answered - before.0,
+            failed: book.failed,
+            lost: book.lost - before.1,
+            hit_percent: book.take_figures().hit_percent(),
+            recalled,
+            took_s: begin.elapsed().as_secs_f64(),
+        })
+    }
+
+    /// Replaces some engines; answers how many prompts of those that stay were asked for again.
+    async fn step(&mut self, load: &RunningLoad) -> anyhow::Result<u64> {
+        let at_once = usize::from(self.options.at_once).min(self.fleet.len());
+        let answered = load.recent(RECALLED);
+        let old: Vec<FoundEngine> = self.fleet.drain(..at_once).collect();
+        for _ in 0..at_once {
+            let engine = FoundEngine::start(self.next, self.engine_port).await?;
+            self.next += 1;
+            self.fleet.push(engine);
+        }
+        self.names.lead_to(&self.fleet)?;
+        self.wait_registered().await?;
+        // Nobody asks them any more: they end as pods do whose time is up.
+        for engine in old {
+            engine.handle.stop().await;
+        }
+        load.after(self.options.requests).await?;
+        checks::check_failures(load)?;
+        let stay = self.registered(self.cluster.up()[0]).await?;
+        let of_stayers: Vec<_> = answered
+            .into_iter()
+            .filter(|it| {
+                it.answer
+                    .backend
+                    .as_ref()
+                    .is_some_and(|id| stay.iter().any(|(_, it)| it == id))
+            })
+            .collect();
+        checks::check_recalled(&self.cluster, &of_stayers).await?;
+        Ok(of_stayers.len() as u64)
+    }
+
+    /// Waits until the fleet is what every replica routes to.
+    async fn wait_registered(&self) -> anyhow::Result<()> {
+        let urls: BTreeSet<String> = self.fleet.iter().map(FoundEngine::url).collect();
+        until(
+            "the cluster has the engines that the name leads to",
+            async || {
+                for number in self.cluster.up() {
+                    let registered = self.registered(number).await?;
+                    let found: BTreeSet<String> =
+                        registered.into_iter().map(|(url, _)| url).collect();
+                    if found != urls {
+                        return Ok(false);
+                    }
+                }
+                Ok(true)
+            },
+        )
+        .await
+    }
+
+    /// URL and id of each backend.
+    async fn registered(&self, number: usize) -> anyhow::Result<Vec<(String, String)>> {
+        let backends = self.cluster.ask(number, "/admin/v1/backends").await?;
+        let backends = backends["backends"].as_array().context("no backends")?;
+        let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+        Ok(backends
+            .iter()
+            .map(|it| (text(&it["url"]), text(&it["id"])))
+            .collect())
+    }
+}
+
+fn free_port() -> anyhow::Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
