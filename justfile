@@ -38,10 +38,9 @@ seeds COUNT="1000":
 faults COUNT="60":
     cargo run --locked --release -p chaos-tests --bin faults -- --faults {{COUNT}}
 
-# The binary that is shipped, with the list of its dependencies in it
-release:
-    cargo auditable --version >/dev/null || cargo install --locked cargo-auditable
-    cargo auditable build --locked --profile dist
+# What a release ships, into target/artifacts: static binary, tarball, package, image, checksums
+dist *PARTS:
+    deploy/dist {{PARTS}}
 
 # A binary with line numbers for perf and debuggers: target/profiling/quorate
 profiling:
