@@ -10,7 +10,7 @@ use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
 use state::{Backend, RouterState};
 
 fn ranks(driver: &Driver, id: &str, ranks: u16) -> Command {
-    let backend = driver.state.backend(id).unwrap().handle;
+    let backend = driver.state.backend(id).expect("it is registered").handle;
     Command::SetRanks { backend, ranks }
 }
 
@@ -30,7 +30,10 @@ fn ids(state: &RouterState) -> Vec<String> {
 
 fn handle(state: &RouterState, id: &str) -> BackendRef {
     let mut backends = state.backends();
-    backends.find(|it| it.spec.id == id).unwrap().handle
+    backends
+        .find(|it| it.spec.id == id)
+        .expect("it is registered")
+        .handle
 }
 
 fn acquire(attempt: u32, backend: BackendRef, path: &[u8]) -> Item {
