@@ -11,6 +11,7 @@ pub mod budgets;
 pub mod caches;
 mod charge;
 mod cow;
+pub mod discovery;
 mod encoding;
 mod error;
 pub mod exact;

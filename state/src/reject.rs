@@ -68,4 +68,11 @@ pub enum Rejection {
         /// Id of the key that was to be written.
         id: ApiKeyId,
     },
+    /// The backend was put by an operator or by another source, or is not lost. From format version
+    /// 10 on.
+    #[error("the backend {name:?} is not this source's to change")]
+    NotOfSource {
+        /// Id of the backend.
+        name: String,
+    },
 }

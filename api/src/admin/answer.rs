@@ -351,6 +351,7 @@ pub(super) fn rejected(reject: &Rejection) -> Problem {
         | Rejection::UnknownUser { .. }
         | Rejection::UnknownKey { .. } => (StatusCode::NOT_FOUND, "not-found"),
         Rejection::KeyTaken { .. } => (StatusCode::CONFLICT, "key-taken"),
+        Rejection::NotOfSource { .. } => (StatusCode::CONFLICT, "not-of-source"),
         Rejection::UserBusy { .. } => (StatusCode::CONFLICT, "user-busy"),
         Rejection::TooManyBackends | Rejection::TooManyUsers | Rejection::TooManyKeys => {
             (StatusCode::CONFLICT, "limit")

@@ -15,6 +15,7 @@ use state::command::{
     BackendSpec, BatchReply, Charge, Command, EngineFacts, Envelope, Item, Lane, LeaseOutcome,
     Rejection, Reply, UserChanges, UserDefaults, UserSpec,
 };
+use state::discovery::{Discovery, DiscoveryChange};
 use state::grants::Wait;
 use state::ids::{
     AttemptId, BackendRef, Incarnation, LogIndex, ReplicaId, SessionId, Slot, Ticket, UserKey,
@@ -225,8 +226,28 @@ fn every_command(state: &RouterState) -> Vec<Command> {
         learnt(handles[0]),
         Command::PaceTime,
     ]);
+    commands.extend(discovered());
     commands.extend(user_commands(handles[0]));
     commands
+}
+
+/// What a source tells of one backend, and of one that is not its own.
+fn discovered() -> impl Iterator<Item = Command> {
+    let name = || "pods-a".to_owned();
+    let changes = [
+        DiscoveryChange::Found(spec("pods-a", 11, None)),
+        DiscoveryChange::Lost { name: name() },
+        DiscoveryChange::Found(spec("pods-a", 12, Some(4))),
+        DiscoveryChange::Lost { name: name() },
+        DiscoveryChange::Forgotten { name: name() },
+        DiscoveryChange::Lost {
+            name: "c".to_owned(),
+        },
+    ];
+    changes.into_iter().map(|change| {
+        let source = "pods".to_owned();
+        Command::Discover(Box::new(Discovery { source, change }))
+    })
 }
 
 fn bob(weight_milli: u32) -> UserSpec {

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use state::RouterState;
 use state::admission::AdmissionSettings;
 use state::command::{Command, Rejection, Reply, UserChanges, UserDefaults, UserSpec};
+use state::discovery::{Discovery, DiscoveryChange};
 use state::ids::ApiKeyId;
 use state::keys::ApiKeySpec;
 use state::quotas::UserLimits;
@@ -55,6 +56,19 @@ struct Register {
     text: String,
     /// Of a backend.
     draining: bool,
+    /// Of a backend that a source put: which, and while it is lost whether it drains anyway.
+    source: Option<(String, Option<bool>)>,
+}
+
+impl Register {
+    fn new(text: String, draining: bool) -> Self {
+        let source = None;
+        Self {
+            text,
+            draining,
+            source,
+        }
+    }
 }
 
 impl RegisterKey {
@@ -99,6 +113,7 @@ impl RegisterKey {
             }
             Command::PutUserDefaults(_) => return vec![Self::UserDefaults, Self::DefaultLimits],
             Command::PutBackend(spec) => Self::Backend(spec.id.clone()),
+            Command::Discover(discovery) => Self::Backend(discovery.change.backend().to_owned()),
             Command::DeleteBackend { name } | Command::SetDraining { name, .. } => {
                 Self::Backend(name.clone())
             }
@@ -265,10 +280,11 @@ impl Registers {
             return Reply::Applied;
         };
         let text = match command {
+            Command::Discover(discovery) => return self.discover(discovery),
             Command::PutBackend(spec) => {
-                let draining = self.held.get(&key).is_some_and(|it| it.draining);
+                let draining = self.held.get(&key).is_some_and(Register::drains_by_hand);
                 let text = format!("{spec:?}");
-                self.held.insert(key, Register { text, draining });
+                self.held.insert(key, Register::new(text, draining));
                 return Reply::Applied;
             }
             Command::DeleteBackend { name } => {
@@ -282,6 +298,9 @@ impl Registers {
                     return unknown(name);
                 };
                 register.draining = *draining;
+                if let Some((_, Some(drains_anyway))) = &mut register.source {
+                    *drains_anyway = *draining;
+                }
                 return Reply::Applied;
             }
             Command::PutUser(spec) => spec.weight_milli.to_string(),
@@ -304,25 +323,77 @@ impl Registers {
             _ => return Reply::Applied,
         };
         let draining = false;
-        self.held.insert(key, Register { text, draining });
+        self.held.insert(key, Register::new(text, draining));
         Reply::Applied
     }
 }
 
+impl Register {
+    /// Whether an operator wants it to drain.
+    fn drains_by_hand(&self) -> bool {
+        match self.source {
+            Some((_, Some(drains_anyway))) => drains_anyway,
+            Some((_, None)) | None => self.draining,
+        }
+    }
+}
+
 impl Registers {
+    /// Whether a backend drains.
+    pub(super) fn drains(&self, name: &str) -> bool {
+        let key = RegisterKey::Backend(name.to_owned());
+        self.held.get(&key).is_some_and(|it| it.draining)
+    }
+
+    fn discover(&mut self, discovery: &Discovery) -> Reply {
+        let name = discovery.change.backend();
+        let key = RegisterKey::Backend(name.to_owned());
+        let Some(register) = self.held.get_mut(&key) else {
+            let DiscoveryChange::Found(spec) = &discovery.change else {
+                return unknown(name);
+            };
+            let mut register = Register::new(format!("{spec:?}"), false);
+            register.source = Some((discovery.source.clone(), None));
+            self.held.insert(key, register);
+            return Reply::Applied;
+        };
+        let drains = register.draining;
+        let refused = Reply::Rejected(Rejection::NotOfSource {
+            name: name.to_owned(),
+        });
+        let lost = match &mut register.source {
+            Some((source, lost)) if *source == discovery.source => lost,
+            Some(_) | None => return refused,
+        };
+        match &discovery.change {
+            DiscoveryChange::Found(spec) => {
+                register.draining = lost.take().unwrap_or(drains);
+                register.text = format!("{spec:?}");
+            }
+            DiscoveryChange::Lost { .. } if lost.is_none() => {
+                *lost = Some(drains);
+                register.draining = true;
+            }
+            DiscoveryChange::Lost { .. } => {}
+            DiscoveryChange::Forgotten { .. } if lost.is_none() => return refused,
+            DiscoveryChange::Forgotten { .. } => drop(self.held.remove(&key)),
+        }
+        Reply::Applied
+    }
+
     fn create_key(&mut self, spec: &ApiKeySpec) -> Reply {
         let (id, key) = (spec.id, RegisterKey::ApiKey(spec.id));
         if self.held.contains_key(&key) || self.ended.contains(&id) {
             return Reply::Rejected(Rejection::KeyTaken { id });
         }
         let (text, draining) = (format!("{spec:?}"), false);
-        self.held.insert(key, Register { text, draining });
+        self.held.insert(key, Register::new(text, draining));
         Reply::Applied
     }
 
     fn set(&mut self, key: RegisterKey, text: String) {
         let draining = false;
-        self.held.insert(key, Register { text, draining });
+        self.held.insert(key, Register::new(text, draining));
     }
 
     fn limit_all(&mut self, limits: &UserLimits) -> Reply {
@@ -358,7 +429,7 @@ impl Registers {
             return;
         }
         let (text, draining) = (format!("{budget:?}"), false);
-        self.held.insert(key, Register { text, draining });
+        self.held.insert(key, Register::new(text, draining));
     }
 }
 
@@ -366,6 +437,7 @@ impl Registers {
 fn validate(command: &Command) -> Result<(), Rejection> {
     match command {
         Command::PutBackend(spec) => spec.validate(),
+        Command::Discover(discovery) => discovery.validate(),
         Command::PutUser(spec) => spec.validate(),
         Command::PutPolicy(policy) => policy.validate(),
         Command::PutRouting(settings) => settings.validate(),

@@ -21,6 +21,7 @@ use stateright::semantics::{ConsistencyTester, LinearizabilityTester, Sequential
 use super::history::{Action, History, Operation, OperationResult};
 use super::register::{RegisterKey, RegisterText, admission, parts_of, user_defaults};
 use state::command::{Command, Rejection, Reply};
+use state::discovery::DiscoveryChange;
 use state::quotas::UserLimits;
 
 /// Most operations of one piece.
@@ -86,6 +87,11 @@ enum RegisterOp {
     Remove,
     /// Refused where there is nothing to drain.
     Drain(bool),
+    /// Sets the text, and it drains no more: what a source has found. Only sources change such keys
+    /// here, so what drains is lost.
+    Find(u32),
+    /// Refused where nothing drains.
+    Forget,
     Read,
 }
 
@@ -128,6 +134,15 @@ impl SequentialSpec for RegisterSpec {
                 self.holds = None;
                 RegisterReturn::Done
             }
+            (RegisterOp::Find(text), _) => {
+                self.holds = Some((*text, false));
+                RegisterReturn::Done
+            }
+            (RegisterOp::Forget, Some((_, true))) => {
+                self.holds = None;
+                RegisterReturn::Done
+            }
+            (RegisterOp::Forget, Some((_, false)) | None) => RegisterReturn::Refused,
             (RegisterOp::Remove | RegisterOp::Drain(_), None) => RegisterReturn::Refused,
             (RegisterOp::Remove, Some(_)) => {
                 self.holds = None;
@@ -182,6 +197,11 @@ impl Texts {
         };
         match command {
             Command::PutBackend(spec) => RegisterOp::Set(self.number(&format!("{spec:?}"))),
+            Command::Discover(discovery) => match &discovery.change {
+                DiscoveryChange::Found(spec) => RegisterOp::Find(self.number(&format!("{spec:?}"))),
+                DiscoveryChange::Lost { .. } => RegisterOp::Drain(true),
+                DiscoveryChange::Forgotten { .. } => RegisterOp::Forget,
+            },
             Command::DeleteBackend { .. } => RegisterOp::Remove,
             Command::SetDraining { draining, .. } => RegisterOp::Drain(*draining),
             Command::PutUser(spec) => RegisterOp::Set(self.number(&spec.weight_milli.to_string())),
@@ -248,11 +268,17 @@ impl KeyHistoryPart {
         let mut steps: Vec<SearchStep> = before.iter().chain(&self.steps).copied().collect();
         // What nobody saw need not have happened: only a set that is read explains anything.
         let seen: BTreeSet<u32> = steps.iter().filter_map(SearchStep::saw).collect();
-        let keeps_answers =
-            |op: RegisterOp| matches!(op, RegisterOp::Remove | RegisterOp::Drain(_));
+        let keeps_answers = |op: RegisterOp| {
+            matches!(
+                op,
+                RegisterOp::Remove | RegisterOp::Drain(_) | RegisterOp::Forget
+            )
+        };
         let has_answers = steps.iter().any(|it| keeps_answers(it.op));
         steps.retain(|it| match (it.op, it.returned) {
-            (RegisterOp::Set(text), None) => has_answers || seen.contains(&text),
+            (RegisterOp::Set(text) | RegisterOp::Find(text), None) => {
+                has_answers || seen.contains(&text)
+            }
             (RegisterOp::Read, None) => false,
             _ => true,
         });
@@ -392,7 +418,9 @@ fn answer(outcome: &OperationResult, texts: &mut Texts) -> Option<Option<Registe
         OperationResult::Unknown => None,
         OperationResult::Read { value, .. } => Some(RegisterReturn::Saw(texts.held(value))),
         OperationResult::Written(committed) => match plain(&committed.reply) {
-            Reply::Rejected(Rejection::UnknownBackend { .. }) => Some(RegisterReturn::Refused),
+            Reply::Rejected(Rejection::UnknownBackend { .. } | Rejection::NotOfSource { .. }) => {
+                Some(RegisterReturn::Refused)
+            }
             Reply::Rejected(_) => return None,
             Reply::Applied | Reply::Batch(_) | Reply::Repeated(_) => Some(RegisterReturn::Done),
         },

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::budgets::Budget;
 use crate::caches::CacheScope;
+use crate::discovery::Discovery;
 use crate::exact::KvBatch;
 use crate::grants::Wait;
 use crate::ids::{
@@ -257,6 +258,8 @@ pub enum Command {
         /// Number of ranks, from 1 to [`RANKS_MAX`](crate::RANKS_MAX).
         ranks: u16,
     },
+    /// What a source of backends tells changes one of those that it put. Format version 10.
+    Discover(Box<Discovery>),
 }
 
 /// What a cluster is founded with.

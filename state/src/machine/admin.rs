@@ -5,7 +5,7 @@ use super::{AuditAction, AuditEntry, RouterState};
 use crate::backends::{BackendSpec, RANKS_MAX, SlotChange};
 use crate::bounds::NAME_BYTES_MAX;
 use crate::command::{Founding, Origin, UserSpec};
-use crate::ids::{BackendRef, ReplicaId, SessionId};
+use crate::ids::{BackendRef, ReplicaId, SessionId, Slot};
 use crate::policy::PolicyConfig;
 use crate::prefix::{BlockHasher, user_key};
 use crate::pricing::FairnessSettings;
@@ -69,19 +69,28 @@ impl RouterState {
     ) -> Result<(), Rejection> {
         spec.validate()?;
         let name = spec.id.clone();
+        let slot = self.set_backend(spec)?;
+        self.take_over(slot, &name);
+        self.note(origin, AuditAction::PutBackend, name);
+        Ok(())
+    }
+
+    /// Adds or changes the backend that a valid `spec` names, and returns its slot.
+    pub(super) fn set_backend(&mut self, spec: BackendSpec) -> Result<Slot, Rejection> {
+        let name = spec.id.clone();
         let changes = self.backends.put(spec).ok_or(Rejection::TooManyBackends)?;
         self.follow(&changes);
         let begun = changes.iter().find_map(|change| match change {
             SlotChange::Begun(slot) => Some(*slot),
             SlotChange::Resized(_) | SlotChange::Gone(_) => None,
         });
-        match (begun, self.backends.named(&name)) {
-            (Some(slot), _) => self.block_sizes.forget(slot),
-            (None, Some(backend)) => self.settle_block_sizes(backend.handle.slot),
-            (None, None) => {}
+        let named = self.backends.named(&name).map(|it| it.handle.slot);
+        let slot = named.expect("it was put");
+        match begun {
+            Some(slot) => self.block_sizes.forget(slot),
+            None => self.settle_block_sizes(slot),
         }
-        self.note(origin, AuditAction::PutBackend, name);
-        Ok(())
+        Ok(slot)
     }
 
     pub(super) fn delete_backend(
@@ -89,12 +98,20 @@ impl RouterState {
         origin: &Origin,
         name: String,
     ) -> Result<(), Rejection> {
-        let Some(changes) = self.backends.remove(&name) else {
+        if !self.remove_backend(&name) {
             return Err(unknown_backend(name));
-        };
-        self.follow(&changes);
+        }
         self.note(origin, AuditAction::DeleteBackend, name);
         Ok(())
+    }
+
+    /// Removes a backend with all that is known of it, and returns whether there was one.
+    pub(super) fn remove_backend(&mut self, name: &str) -> bool {
+        let Some(changes) = self.backends.remove(name) else {
+            return false;
+        };
+        self.follow(&changes);
+        true
     }
 
     pub(super) fn set_draining(
@@ -105,6 +122,10 @@ impl RouterState {
     ) -> Result<(), Rejection> {
         if !self.backends.set_draining(&name, draining) {
             return Err(unknown_backend(name));
+        }
+        if let Some(backend) = self.backends.named(&name) {
+            self.discovered
+                .drained_by_hand(backend.handle.slot, draining);
         }
         let action = if draining {
             AuditAction::Drain
@@ -183,7 +204,7 @@ impl RouterState {
 
 /// Builds the rejection. The name comes from a command and is kept in a reply, so it is cut to the
 /// length a name can have.
-fn unknown_backend(mut name: String) -> Rejection {
+pub(super) fn unknown_backend(mut name: String) -> Rejection {
     name.truncate(name.floor_char_boundary(NAME_BYTES_MAX));
     Rejection::UnknownBackend { name }
 }

@@ -31,6 +31,7 @@
 //!   that were never set.
 //! - **I110** Every user with a cache scope of its own is configured, so that it is not forgotten;
 //!   the published scopes are those of the state.
+//! - **I132** What a source is said to have put is registered.
 //! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
 //! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests
@@ -115,6 +116,9 @@ impl RouterState {
         self.block_sizes
             .check(&self.backends)
             .map_err(|detail| broken("I75", detail))?;
+        self.discovered
+            .check(|slot| self.backends.in_slot(slot).is_some())
+            .map_err(|detail| broken("I132", detail))?;
         for (holder, lease) in self.leases.iter() {
             if !self.backends.is_live(lease.backend) || !self.sessions.contains(holder.replica) {
                 return Err(broken("I5", format!("{holder:?} holds {lease:?}")));

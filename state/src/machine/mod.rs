@@ -10,6 +10,7 @@ mod batch;
 mod caches;
 mod check;
 mod defaults;
+mod discovery;
 mod evictions;
 mod keys;
 mod leases;
@@ -28,6 +29,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::backends::{Backends, BlockSizes, SlotChange};
 use crate::caches::CacheScopes;
 use crate::command::{Command, Envelope, Origin, Reply};
+use crate::discovery::Discovered;
 use crate::encoding;
 use crate::ids::{LogIndex, ReplicaId, Slot};
 use crate::keys::Keys;
@@ -58,6 +60,12 @@ pub use snapshot::{FrozenState, SNAPSHOT_VERSION};
 use time::ReplicatedTime;
 pub use time::{STAMP_AHEAD_MS_MAX, STAMP_LATE_MS_MAX, TIME_STEP_MS_MAX, UNANIMOUS_MS};
 
+/// Blocks hashed under a secret.
+fn keyed(seed: u64, secret: HashSecret) -> BlockHasher {
+    let secret = Some(secret);
+    BlockHasher { seed, secret }
+}
+
 /// The replicated state of a replica.
 pub struct RouterState {
     applied: LogIndex,
@@ -67,6 +75,8 @@ pub struct RouterState {
     /// existed.
     hash_secret: Option<HashSecret>,
     backends: Backends,
+    /// Which of them sources put.
+    discovered: Discovered,
     block_sizes: BlockSizes,
     ownership: Ownership,
     sessions: Sessions,
@@ -163,6 +173,7 @@ impl RouterState {
             config,
             hash_secret: None,
             backends,
+            discovered: Discovered::default(),
             block_sizes: BlockSizes::default(),
             ownership,
             sessions: Sessions::default(),
@@ -313,11 +324,7 @@ impl RouterState {
                 hash_secret,
                 policy,
                 fairness,
-            } => {
-                let (seed, secret) = (hash_seed, Some(hash_secret));
-                let hashing = BlockHasher { seed, secret };
-                self.init_cluster(origin, hashing, policy, fairness)
-            }
+            } => self.init_cluster(origin, keyed(hash_seed, hash_secret), policy, fairness),
             Command::FoundWithSettings(founding) => self.found_with_settings(origin, *founding),
             Command::FoundWithUserDefaults { founding, defaults } => {
                 self.found_with_user_defaults(origin, *founding, *defaults)
@@ -354,6 +361,7 @@ impl RouterState {
             } => self.rotate_key(origin, id, (secret, grace_ms)),
             Command::SetCacheScope { user, scope } => self.set_cache_scope(origin, user, scope),
             Command::PutUserDefaults(defaults) => self.put_user_defaults(origin, *defaults),
+            Command::Discover(discovery) => self.discover(*discovery),
             Command::AssignReaders(readers) => self.assign_readers(origin, &readers),
             Command::BeginRestore { restore, force } => self.begin_restore(restore, force, false),
             Command::BeginRestoreOfKeys { restore, force } => {
@@ -423,6 +431,7 @@ impl RouterState {
                     self.forget_occupant(slot);
                     self.block_sizes.forget(slot);
                     self.readers.forget(slot);
+                    self.discovered.forget(slot);
                 }
             }
         }
@@ -521,6 +530,7 @@ impl RouterState {
     fn registry(&self) -> Registry {
         let kv = (&self.exact, &self.readers);
         Registry {
+            discovered: self.discovered.by_slot().clone(),
             names_since: self.audit.names_since(),
             hash_secret: self.hash_secret.clone(),
             block_sizes: self.block_sizes.clone(),
@@ -535,6 +545,7 @@ impl RouterState {
         live::append_unless_default(&self.settings, &mut bytes);
         live::append_unless_default(&self.readers, &mut bytes);
         live::append_unless_default(&self.block_sizes, &mut bytes);
+        live::append_unless_default(&self.discovered, &mut bytes);
         if let Some(secret) = &self.hash_secret {
             encoding::append_bytes(secret, &mut bytes);
         }

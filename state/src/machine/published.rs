@@ -1,5 +1,6 @@
 //! [`StateView`]: the part of the state that the hot path reads, from any thread.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -11,6 +12,7 @@ use crate::admission::UserFigures;
 use crate::backends::{Backend, Backends, BlockSizes, RankSlots};
 use crate::caches::CacheScopesView;
 use crate::command::UserDefaults;
+use crate::discovery::{DiscoveredBackend, KnownFleet};
 use crate::exact::{EvictionsView, FollowedBackends, KvCondition};
 use crate::grants::{GrantsView, WaitingList};
 use crate::ids::{BackendRef, LogIndex, ModelKey, ReplicaId, Slot, UserKey};
@@ -296,6 +298,8 @@ pub struct Registry {
     pub backends: Vec<Backend>,
     /// Which of them are the ranks of one engine.
     pub ranks: RankSlots,
+    /// Backends that sources put, by slot.
+    pub discovered: BTreeMap<Slot, DiscoveredBackend>,
     /// Routing settings other than the policy. `None`: not set, the defaults apply.
     pub routing: Option<RoutingSettings>,
     /// Admission settings. `None`: not set, the defaults apply.
@@ -337,6 +341,7 @@ impl Registry {
             fairness: config.fairness,
             backends: backends.iter().cloned().collect(),
             ranks: backends.ranks().clone(),
+            discovered: BTreeMap::new(),
             routing: settings.routing.clone(),
             admission: settings.admission.clone(),
             kv: exact.conditions().collect(),
@@ -345,6 +350,15 @@ impl Registry {
             block_sizes: BlockSizes::default(),
             user_defaults: UserDefaults::default(),
             are_user_defaults_set: false,
+        }
+    }
+
+    /// Returns the backends as plans for sources look at them.
+    #[must_use]
+    pub fn fleet(&self) -> KnownFleet<'_> {
+        KnownFleet {
+            backends: &self.backends,
+            discovered: &self.discovered,
         }
     }
 

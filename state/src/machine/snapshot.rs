@@ -9,7 +9,7 @@
 //! keys, cache scopes and the KV-event state come in pieces of a bounded size. An end section closes the list. Ownership
 //! follows in its own format, up to the end of the stream.
 //!
-//! Version 8 lacks what is believed of capacities, and engines of several ranks. Version 7 also lacks roles of backends, what users have who were not given their own, and who of those
+//! Version 8 lacks what is believed of capacities, engines of several ranks, and which backends sources put; there is no version 9. Version 7 also lacks roles of backends, what users have who were not given their own, and who of those
 //! that are kept follows it. Version 6 also lacks cache scopes. Version 5 also lacks revoked API keys and the plans of users. Version 4 also lacks API keys. Version 3 also lacks the cluster's hash secret, forgiven users, paced time, learned ratios and assumed
 //! capacities. Version 2 also lacks restores, in progress or in the audit. Version 1 also lacks the sections from the settings on. A
 //! state is written in the oldest version from 2 on that can hold it. All versions can be read;
@@ -76,6 +76,8 @@ pub struct FrozenState {
     later: Vec<(u8, Vec<u8>)>,
     leases: LeasesImage,
     users: UsersImage,
+    /// Which backends sources put, encoded; `None`: none.
+    discovered: Option<Vec<u8>>,
     exact: FollowedImage,
     keys: KeysImage,
     revoked: RevokedKeys,
@@ -146,6 +148,9 @@ impl FrozenState {
         for piece in self.users.unweighted() {
             write_section(out, tag::UNWEIGHTED, &piece)?;
         }
+        if let Some(discovered) = &self.discovered {
+            write_section(out, tag::DISCOVERED, discovered)?;
+        }
         write_section(out, tag::END, &[])?;
         self.ownership.write_to(out)
     }
@@ -192,6 +197,7 @@ impl RouterState {
             ],
             leases: self.leases.freeze(),
             users: self.users.freeze(),
+            discovered: unless_default(&self.discovered),
             exact: self.exact.freeze(),
             keys: self.keys.freeze(),
             revoked: self.keys.revoked().clone(),
@@ -212,7 +218,8 @@ impl RouterState {
                 .as_ref()
                 .is_some_and(StagedRestore::is_of_version_6);
         let has_defaults = self.users.defaults().is_some() || self.audit.has_version_8();
-        if self.beliefs != Beliefs::default() || self.backends.have_ranks() {
+        let has_newer = self.backends.have_ranks() || !self.discovered.by_slot().is_empty();
+        if self.beliefs != Beliefs::default() || has_newer {
             SNAPSHOT_VERSION
         } else if has_defaults || self.backends.have_roles() {
             SNAPSHOT_VERSION_ROLES
@@ -375,6 +382,11 @@ impl RouterState {
             tag::CACHES => self.caches.restore_piece(payload)?,
             tag::USER_DEFAULTS => self.users.restore_defaults(payload)?,
             tag::UNWEIGHTED => self.users.restore_unweighted(payload)?,
+            tag::DISCOVERED => {
+                self.discovered = section(payload)?;
+                let is_taken = |slot| self.backends.in_slot(slot).is_some();
+                self.discovered.check(is_taken)?;
+            }
             tag::RESTORE => StagedRestore::restore_piece(&mut self.staged, payload)?,
             tag::HASHING => self.hash_secret = Some(section(payload)?),
             _ => return Err(format!("no section has the tag {tag}")),

@@ -13,6 +13,7 @@ use state::command::{
     BackendSpec, Charge, Command, EngineFacts, Item, Lane, LeaseOutcome, UserChanges, UserDefaults,
     UserSpec,
 };
+use state::discovery::{Discovery, DiscoveryChange};
 use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRefusal};
 use state::grants::Wait;
 use state::ids::{
@@ -382,6 +383,22 @@ fn user_defaults() -> impl Strategy<Value = Command> {
         })
 }
 
+fn discover() -> impl Strategy<Value = Command> {
+    let name = || (0_u8..4).prop_map(|backend| backend.to_string());
+    let found = (0_u8..4, 1_u16..3)
+        .prop_map(|(backend, port)| DiscoveryChange::Found(spec(&backend.to_string(), port, None)));
+    let change = prop_oneof![
+        3 => found,
+        2 => name().prop_map(|name| DiscoveryChange::Lost { name }),
+        1 => name().prop_map(|name| DiscoveryChange::Forgotten { name }),
+    ];
+    let source = prop_oneof![8 => Just("dns"), 2 => Just("pods"), 1 => Just("")];
+    (source, change).prop_map(|(source, change)| {
+        let source = source.to_owned();
+        Command::Discover(Box::new(Discovery { source, change }))
+    })
+}
+
 pub(crate) fn command() -> impl Strategy<Value = Command> {
     let batch =
         (0_u64..4, prop::collection::vec(item(), 0..8)).prop_map(|(base, items)| Command::Batch {
@@ -422,6 +439,7 @@ pub(crate) fn command() -> impl Strategy<Value = Command> {
         1 => expire,
         1 => admission().prop_map(Command::PutAdmission),
         1 => Just(common::init()),
+        4 => discover(),
     ]
 }
 

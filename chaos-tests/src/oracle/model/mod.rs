@@ -22,6 +22,7 @@ use state::admission::{AdmissionSettings, ChargeInput, Grants, Order};
 use state::command::{
     Charge, Command, Envelope, Item, LeaseOutcome, Rejection, Reply, UserChanges, UserDefaults,
 };
+use state::discovery::DiscoveryChange;
 use state::ids::{
     ApiKeyId, AttemptId, BackendRef, BlockHash, LogIndex, ModelKey, ReplicaId, UserKey,
 };
@@ -133,8 +134,11 @@ impl ReferenceModel {
             }
             Command::PutBackend(spec) => {
                 let change = self.registry.put(spec);
+                self.registry
+                    .drain(&spec.id, self.registers.drains(&spec.id));
                 self.follow(change);
             }
+            Command::Discover(discovery) => self.discover(&discovery.change),
             Command::DeleteBackend { name } => {
                 let change = self.registry.remove(name);
                 self.follow(change);
@@ -166,11 +170,7 @@ impl ReferenceModel {
                     .insert(spec.id, (spec.secret, spec.user.clone()));
             }
             Command::RevokeKey { id } | Command::EndKey { id } => drop(self.secrets.remove(id)),
-            Command::RotateKey { id, secret, .. } => {
-                if let Some((present, _)) = self.secrets.get_mut(id) {
-                    *present = *secret;
-                }
-            }
+            Command::RotateKey { id, secret, .. } => self.rotate(id, *secret),
             Command::ConfigureUser(changes) => self.configure(changes),
             Command::SetCacheScope { scope: None, .. } => {}
             Command::SetCacheScope { user, .. } => self.users.know_named(user.as_deref()),
@@ -183,6 +183,23 @@ impl ReferenceModel {
             Command::FinishRestore { .. } => self.is_replaced = true,
         }
         reply
+    }
+
+    fn rotate(&mut self, id: &ApiKeyId, secret: SecretHash) {
+        if let Some((present, _)) = self.secrets.get_mut(id) {
+            *present = secret;
+        }
+    }
+
+    fn discover(&mut self, change: &DiscoveryChange) {
+        let name = change.backend();
+        let effect = match change {
+            DiscoveryChange::Found(spec) => self.registry.put(spec),
+            DiscoveryChange::Lost { .. } => registry::SlotChange::None,
+            DiscoveryChange::Forgotten { .. } => self.registry.remove(name),
+        };
+        self.registry.drain(name, self.registers.drains(name));
+        self.follow(effect);
     }
 
     fn configure(&mut self, changes: &UserChanges) {

@@ -6,6 +6,7 @@
 
 mod chat;
 mod crowd;
+mod discoverer;
 mod engines;
 mod events;
 mod health;
@@ -176,6 +177,9 @@ impl WorkloadDriver {
         handle.spawn(operator::write(desk.clone()));
         if planner::is_in(self.scene.seed) {
             handle.spawn(planner::write(desk.clone()));
+        }
+        if discoverer::is_in(self.scene.seed) {
+            handle.spawn(discoverer::write(desk.clone()));
         }
         handle.spawn(reader::read(desk.clone()));
         handle.spawn(events::read(desk.clone()));

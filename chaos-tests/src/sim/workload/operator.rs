@@ -82,6 +82,7 @@ fn name(command: &Command) -> &'static str {
         Command::PutBackend(_) => "put-backend",
         Command::DeleteBackend { .. } => "delete-backend",
         Command::SetDraining { .. } => "drain",
+        Command::Discover(_) => "discover",
         Command::PutUser(_) => "put-weight",
         Command::PutPolicy(_) => "put-policy",
         Command::PutRouting(_) => "put-routing",

@@ -3,6 +3,7 @@
 use lab::rng::Rng;
 use state::ids::{ApiKeyId, LogIndex};
 
+use super::discoverer::{DISCOVERED, name};
 use super::{API_KEYS, BACKENDS, ReplicaHandles, USERS, think};
 use crate::oracle::history::{Action, OperationResult};
 use crate::oracle::register::RegisterKey;
@@ -64,6 +65,7 @@ async fn look(desk: &ReplicaHandles, client: u32, key: RegisterKey) {
 pub(in crate::sim) fn keys() -> Vec<RegisterKey> {
     let mut keys = drawn_keys();
     keys.extend([RegisterKey::DefaultLimits, RegisterKey::UserDefaults]);
+    keys.extend((0..DISCOVERED).map(|number| RegisterKey::Backend(name(number))));
     keys
 }
 

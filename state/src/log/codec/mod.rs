@@ -52,7 +52,7 @@ const DECODE_BYTES_MAX: usize = 64 << 20;
 #[must_use]
 pub fn format_of(command: &Command) -> u8 {
     match command {
-        Command::SetRanks { .. } => 10,
+        Command::SetRanks { .. } | Command::Discover(_) => 10,
         Command::PutBackend(spec) if spec.role != BackendRole::Both => 8,
         Command::PutUserDefaults(_) | Command::FoundWithUserDefaults { .. } => 8,
         Command::SetCacheScope { .. } => 7,

@@ -4,7 +4,8 @@ use expect_test::expect;
 
 use super::tests::{envelope, hex};
 use super::*;
-use crate::command::Lane;
+use crate::command::{BackendSpec, Lane, Rejection};
+use crate::discovery::{Discovery, DiscoveryChange};
 use crate::ids::{AttemptId, BackendRef, Incarnation, Slot};
 use crate::service::BeliefSample;
 
@@ -31,4 +32,46 @@ fn beliefs_have_their_bytes() {
     assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
     expect!["0a03fdefcdab896745230100fb2c01fd0068e5cf8b010000010701470302280301ac02"]
         .assert_eq(&hex(&bytes));
+}
+
+fn written(change: DiscoveryChange) -> String {
+    let discovery = Discovery {
+        source: "pods".to_owned(),
+        change,
+    };
+    let envelope = envelope(Lane::Admin, Command::Discover(Box::new(discovery)));
+    assert_eq!(format_of(&envelope.command), 10);
+    let bytes = encode_envelope(&envelope);
+    assert_eq!(decode_envelope(&bytes).unwrap(), envelope);
+    hex(&bytes)
+}
+
+#[test]
+fn what_sources_bring_about_has_its_bytes() {
+    let name = || "pods-a".to_owned();
+    let spec = BackendSpec {
+        id: name(),
+        url: "http://a:1".to_owned(),
+        models: vec!["*".to_owned()],
+        labels: [("zone".to_owned(), "x".to_owned())].into(),
+        capacity_blocks: None,
+        kv_events: None,
+        kv_replay: None,
+        role: BackendRole::Both,
+    };
+    expect!["0a03fdefcdab896745230101fb2c01fd0068e5cf8b0100002004706f64730006706f64732d610a687474703a2f2f613a3101012a01047a6f6e650178000000"].assert_eq(&written(DiscoveryChange::Found(spec)));
+    expect!["0a03fdefcdab896745230101fb2c01fd0068e5cf8b0100002004706f64730106706f64732d61"]
+        .assert_eq(&written(DiscoveryChange::Lost { name: name() }));
+    expect!["0a03fdefcdab896745230101fb2c01fd0068e5cf8b0100002004706f64730206706f64732d61"]
+        .assert_eq(&written(DiscoveryChange::Forgotten { name: name() }));
+}
+
+#[test]
+fn a_change_of_what_is_not_the_sources_is_refused_in_these_bytes() {
+    let reply = Reply::Rejected(Rejection::NotOfSource {
+        name: "a".to_owned(),
+    });
+    let bytes = encode_reply(&reply);
+    expect!["02030c0161"].assert_eq(&hex(&bytes));
+    assert_eq!(decode_reply(&bytes).unwrap(), reply);
 }

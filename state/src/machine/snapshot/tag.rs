@@ -25,5 +25,6 @@ pub(super) const PLANS: u8 = 23;
 pub(super) const CACHES: u8 = 24;
 pub(super) const USER_DEFAULTS: u8 = 25;
 pub(super) const UNWEIGHTED: u8 = 26;
+pub(super) const DISCOVERED: u8 = 27;
 pub(super) const BELIEFS: u8 = 28;
 pub(super) const END: u8 = 255;

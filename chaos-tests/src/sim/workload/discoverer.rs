@@ -1,0 +1,57 @@
+//! What sources of backends bring about: proposed by leaders, and by replicas that led and do not
+//! know better, so that changes overlap and come late.
+
+use lab::rng::Rng;
+use state::command::Command;
+use state::discovery::{Discovery, DiscoveryChange};
+
+use super::{ReplicaHandles, backend, operator, think};
+
+/// What draws of this kind are told apart by.
+const KIND: u64 = 9;
+/// Pause between two changes, on average, milliseconds.
+const THINK_MS: u64 = 700;
+/// Backends that the source may tell of.
+pub(super) const DISCOVERED: u64 = 3;
+
+/// Whether a world of this seed has a source. The others are what they were before there were
+/// sources.
+pub(super) fn is_in(seed: u64) -> bool {
+    seed % 8 == 5
+}
+
+/// Id of a backend of the source.
+pub(super) fn name(number: u64) -> String {
+    format!("s{number}")
+}
+
+/// Writes until nobody begins anything any more.
+pub(super) async fn write(desk: ReplicaHandles) {
+    let mut rng = desk.rng(KIND, 0);
+    let client = desk.scene.next_client();
+    while !desk.scene.is_over() {
+        think(&mut rng, THINK_MS).await;
+        if desk.view.registry().initialised && !desk.scene.is_over() {
+            let command = Command::Discover(Box::new(discovery(&mut rng)));
+            operator::submit(&desk, client, command).await;
+        }
+    }
+}
+
+/// No request is for the model of these backends.
+fn discovery(rng: &mut Rng) -> Discovery {
+    let number = rng.below(DISCOVERED);
+    let mut spec = backend(number, rng.below(2), Some(24));
+    spec.id = name(number);
+    spec.models = vec!["unasked".to_owned()];
+    (spec.kv_events, spec.kv_replay) = (None, None);
+    let name = spec.id.clone();
+    Discovery {
+        source: "sim".to_owned(),
+        change: match rng.below(5) {
+            0..=1 => DiscoveryChange::Found(spec),
+            2..=3 => DiscoveryChange::Lost { name },
+            _ => DiscoveryChange::Forgotten { name },
+        },
+    }
+}

@@ -1,0 +1,86 @@
+//! Backends that a source tells of: a DNS name, a file, Kubernetes.
+//!
+//! The log knows which source put a backend, and since when that source does not have it. So what an
+//! operator put is never touched, and a new leader continues where the last one was.
+//! [`SourcePlan`] decides what is to change: a pure function of what a source says, of what the
+//! cluster has, and of the time.
+
+mod plan;
+mod table;
+
+use bincode::{Decode, Encode};
+
+use crate::backends::BackendSpec;
+use crate::reject::Rejection;
+use crate::validate::{ensure, is_name};
+
+pub use plan::{EngineCondition, KnownFleet, RefusedEngine, SourcePlan, SourceRules, ToldEngine};
+pub(crate) use table::Discovered;
+pub use table::{DiscoveredBackend, LostBackend};
+
+/// Maximum length of a source's id, in bytes. It is part of the ids of its backends.
+pub const SOURCE_ID_BYTES_MAX: usize = 64;
+
+/// What a source brings about.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+pub struct Discovery {
+    /// Id of the source. It changes only what it put itself.
+    pub source: String,
+    /// The change.
+    pub change: DiscoveryChange,
+}
+
+/// A change of one backend.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+pub enum DiscoveryChange {
+    /// The source has it: it is put, and takes requests again if it was lost.
+    Found(BackendSpec),
+    /// The source has it no more, or says that it takes no requests: it drains.
+    Lost {
+        /// Id of the backend.
+        name: String,
+    },
+    /// It was lost for long enough: it is removed, with all that it owns.
+    Forgotten {
+        /// Id of the backend.
+        name: String,
+    },
+}
+
+impl DiscoveryChange {
+    /// Returns the id of the backend that changes.
+    #[must_use]
+    pub fn backend(&self) -> &str {
+        match self {
+            Self::Found(spec) => &spec.id,
+            Self::Lost { name } | Self::Forgotten { name } => name,
+        }
+    }
+}
+
+impl Discovery {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// [`Rejection::Invalid`] with the first field that is out of bounds.
+    pub fn validate(&self) -> Result<(), Rejection> {
+        ensure(
+            is_source(&self.source),
+            "source",
+            "1 to 64 characters of [A-Za-z0-9._-]",
+        )?;
+        match &self.change {
+            DiscoveryChange::Found(spec) => spec.validate(),
+            DiscoveryChange::Lost { name } | DiscoveryChange::Forgotten { name } => {
+                ensure(is_name(name), "name", "1 to 256 bytes")
+            }
+        }
+    }
+}
+
+/// Whether this can be the id of a source.
+#[must_use]
+pub fn is_source(id: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    (1..=SOURCE_ID_BYTES_MAX).contains(&id.len()) && id.bytes().all(is_plain)
+}

@@ -1,0 +1,290 @@
+//! What is to change so that the cluster has the engines that a source tells of.
+//!
+//! A source may be wrong: its answer may lack engines that are there, or be empty. So what is told is
+//! believed at once, and what is not told slowly: such a backend drains, keeps what it owns, and
+//! goes only after a while. Of one source never more than a fraction is lost at once, and an empty
+//! answer says nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{DiscoveredBackend, DiscoveryChange};
+use crate::backends::{Backend, BackendSpec};
+use crate::bounds::BACKENDS_MAX;
+use crate::ids::Slot;
+
+/// How a source is followed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SourceRules {
+    /// Id of the source.
+    pub source: String,
+    /// How long a backend is lost before it is removed, in milliseconds.
+    pub remove_after_ms: u64,
+    /// The part of a source's backends that may be lost at once, in thousandths.
+    pub lost_permille_max: u32,
+}
+
+/// An engine that a source tells of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ToldEngine {
+    /// What is to be registered.
+    pub spec: BackendSpec,
+    /// What the source says of it.
+    pub condition: EngineCondition,
+}
+
+/// What a source says of an engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineCondition {
+    /// It takes requests.
+    Ready,
+    /// It is there and takes none for now. It is not put, and drains if it is registered.
+    NotReady,
+    /// It is about to end. It drains at once, whatever becomes of others.
+    Leaving,
+    /// The source tells of it in a way that cannot be used: it stays as it is. Only its id counts.
+    Unclear,
+}
+
+/// The backends of a cluster, as published.
+#[derive(Debug, Clone, Copy)]
+pub struct KnownFleet<'a> {
+    /// By slot, ascending.
+    pub backends: &'a [Backend],
+    /// Those that sources put.
+    pub discovered: &'a BTreeMap<Slot, DiscoveredBackend>,
+}
+
+/// An engine that is not put, with the reason.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RefusedEngine {
+    /// Its id, or what it is told as.
+    pub engine: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// What is to change for one source.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SourcePlan {
+    /// Changes, in this order.
+    pub changes: Vec<DiscoveryChange>,
+    /// Engines that are not put.
+    pub refused: Vec<RefusedEngine>,
+    /// Backends that the source does not have and that stay all the same, as too many others are
+    /// lost.
+    pub withheld: usize,
+}
+
+/// What a source has of the registry: backends with what is known of them, by id.
+type HeldBackends<'a> = BTreeMap<&'a str, (&'a Backend, &'a DiscoveredBackend)>;
+
+/// Engines that may be registered, by id.
+type AcceptedEngines<'a> = BTreeMap<&'a str, &'a ToldEngine>;
+
+impl SourcePlan {
+    /// Decides what follows from an answer of a source. An answer without engines changes nothing.
+    #[must_use]
+    pub fn of(
+        rules: &SourceRules,
+        told: &[ToldEngine],
+        fleet: &KnownFleet<'_>,
+        now_ms: u64,
+    ) -> Self {
+        let mut plan = Self::default();
+        if told.is_empty() {
+            return plan;
+        }
+        let held = held(&rules.source, fleet);
+        let (accepted, refused) = EngineJudge::new(rules, fleet, &held).judge(told);
+        plan.refused = refused;
+        plan.find(&accepted, &held);
+        let returned = plan.changes.len();
+        // What is refused is told of all the same, so a backend of that id is not lost.
+        let ids: BTreeSet<&str> = told.iter().map(|engine| &*engine.spec.id).collect();
+        let is_told = |id: &str| ids.contains(id);
+        plan.lose(rules, (&accepted, &is_told), &held, returned);
+        plan.forget(rules, &is_told, &held, now_ms);
+        plan
+    }
+
+    /// Puts what is new, has changed or has returned.
+    fn find(&mut self, accepted: &AcceptedEngines<'_>, held: &HeldBackends<'_>) {
+        for (id, engine) in accepted {
+            let is_as_told = held.get(id).is_some_and(|(backend, known)| {
+                known.lost.is_none() && backend.spec == engine.spec
+            });
+            if engine.condition == EngineCondition::Ready && !is_as_told {
+                self.changes
+                    .push(DiscoveryChange::Found(engine.spec.clone()));
+            }
+        }
+    }
+
+    /// Has those drain that are leaving, and of those that are not told of, or not ready, as many as
+    /// may be lost at once.
+    fn lose(
+        &mut self,
+        rules: &SourceRules,
+        (accepted, is_told): (&AcceptedEngines<'_>, &dyn Fn(&str) -> bool),
+        held: &HeldBackends<'_>,
+        changed: usize,
+    ) {
+        let condition = |id: &str| accepted.get(id).map(|engine| engine.condition);
+        let returns = self.changes[..changed]
+            .iter()
+            .filter_map(|change| held.get(change.backend()))
+            .filter(|(_, known)| known.lost.is_some());
+        let lost = held.values().filter(|(_, known)| known.lost.is_some());
+        let mut room = part(rules, held.len()).saturating_sub(lost.count() - returns.count());
+        let present = held.iter().filter(|(_, (_, known))| known.lost.is_none());
+        let (leaving, others): (Vec<_>, Vec<_>) =
+            present.partition(|(id, _)| condition(id) == Some(EngineCondition::Leaving));
+        room = room.saturating_sub(leaving.len());
+        let missing = others
+            .into_iter()
+            .filter(|(id, _)| condition(id) == Some(EngineCondition::NotReady) || !is_told(id));
+        let missing: Vec<_> = missing.collect();
+        self.withheld = missing.len().saturating_sub(room);
+        let lose = leaving.into_iter().chain(missing.into_iter().take(room));
+        self.changes
+            .extend(lose.map(|(id, _)| DiscoveryChange::Lost {
+                name: (*id).to_owned(),
+            }));
+    }
+
+    /// Removes what was lost for long enough and is told of no more.
+    fn forget(
+        &mut self,
+        rules: &SourceRules,
+        is_told: &dyn Fn(&str) -> bool,
+        held: &HeldBackends<'_>,
+        now_ms: u64,
+    ) {
+        let is_due = |known: &DiscoveredBackend| {
+            known
+                .lost
+                .is_some_and(|lost| now_ms.saturating_sub(lost.since_ms) >= rules.remove_after_ms)
+        };
+        let due = held
+            .iter()
+            .filter(|(id, (_, known))| is_due(known) && !is_told(id))
+            .take(part(rules, held.len()));
+        self.changes
+            .extend(due.map(|(id, _)| DiscoveryChange::Forgotten {
+                name: (*id).to_owned(),
+            }));
+    }
+}
+
+/// How many of so many backends may be lost at once.
+fn part(rules: &SourceRules, backends: usize) -> usize {
+    let permille = usize::try_from(rules.lost_permille_max).unwrap_or(usize::MAX);
+    backends.saturating_mul(permille) / 1000
+}
+
+fn held<'a>(source: &str, fleet: &KnownFleet<'a>) -> HeldBackends<'a> {
+    let own = fleet.backends.iter().filter_map(|backend| {
+        let known = fleet.discovered.get(&backend.handle.slot)?;
+        (known.source == source).then_some((&*backend.spec.id, (backend, known)))
+    });
+    own.collect()
+}
+
+/// Judges the engines of one answer.
+struct EngineJudge<'a> {
+    rules: &'a SourceRules,
+    held: &'a HeldBackends<'a>,
+    /// Who has the ids that are not this source's.
+    holders: BTreeMap<&'a str, Option<&'a str>>,
+    /// Backends that are not this source's, by URL.
+    places: BTreeMap<&'a str, &'a str>,
+    /// How many more the registry takes.
+    room: usize,
+}
+
+impl<'a> EngineJudge<'a> {
+    fn new(rules: &'a SourceRules, fleet: &KnownFleet<'a>, held: &'a HeldBackends<'a>) -> Self {
+        let others = || {
+            // A further rank is its engine's.
+            let all = fleet.backends.iter().filter(|it| !it.is_further_rank());
+            all.filter(|backend| !held.contains_key(&*backend.spec.id))
+        };
+        let source = |backend: &Backend| fleet.discovered.get(&backend.handle.slot);
+        Self {
+            rules,
+            held,
+            holders: others()
+                .map(|it| (&*it.spec.id, source(it).map(|known| &*known.source)))
+                .collect(),
+            places: others().map(|it| (&*it.spec.url, &*it.spec.id)).collect(),
+            room: BACKENDS_MAX.saturating_sub(fleet.backends.len()),
+        }
+    }
+
+    /// Returns those that may be registered, by id, and the others with the reasons.
+    fn judge(mut self, told: &[ToldEngine]) -> (AcceptedEngines<'_>, Vec<RefusedEngine>) {
+        let mut accepted = BTreeMap::new();
+        let mut refused = Vec::new();
+        let mut places: BTreeMap<&str, &str> = BTreeMap::new();
+        let is_clear = |engine: &&ToldEngine| engine.condition != EngineCondition::Unclear;
+        let mut sorted: Vec<&ToldEngine> = told.iter().filter(is_clear).collect();
+        // The answer may come in any order, and the same ones are to be refused each time.
+        sorted.sort_by(|a, b| (&a.spec.id, &a.spec.url).cmp(&(&b.spec.id, &b.spec.url)));
+        for engine in sorted {
+            let (id, url) = (&*engine.spec.id, &*engine.spec.url);
+            let judged = self.judge_alone(engine).and_then(|()| {
+                if accepted.contains_key(id) {
+                    return Err(format!("{id} is told twice"));
+                }
+                match places.get(url) {
+                    Some(other) if engine.condition != EngineCondition::Leaving => {
+                        Err(format!("its url is that of {other}"))
+                    }
+                    Some(_) | None => self.take_room(engine),
+                }
+            });
+            match judged {
+                Ok(()) => {
+                    // An address is given to others once its engine leaves.
+                    if engine.condition != EngineCondition::Leaving {
+                        places.insert(url, id);
+                    }
+                    accepted.insert(id, engine);
+                }
+                Err(reason) => refused.push(RefusedEngine {
+                    engine: id.to_owned(),
+                    reason,
+                }),
+            }
+        }
+        (accepted, refused)
+    }
+
+    fn judge_alone(&self, engine: &ToldEngine) -> Result<(), String> {
+        let spec = &engine.spec;
+        spec.validate().map_err(|reject| reject.to_string())?;
+        match self.holders.get(&*spec.id) {
+            Some(None) => return Err(format!("an operator put the backend {}", spec.id)),
+            Some(Some(other)) => return Err(format!("the source {other} put {}", spec.id)),
+            None => {}
+        }
+        match self.places.get(&*spec.url) {
+            Some(other) => Err(format!("its url is that of the backend {other}")),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes one of the registry's free places for what is new.
+    fn take_room(&mut self, engine: &ToldEngine) -> Result<(), String> {
+        let is_new = !self.held.contains_key(&*engine.spec.id);
+        if !is_new || engine.condition != EngineCondition::Ready {
+            return Ok(());
+        }
+        let left = self.room.checked_sub(1);
+        self.room = left.ok_or_else(|| {
+            let source = &self.rules.source;
+            format!("{source} tells of more engines than the {BACKENDS_MAX} of a cluster")
+        })?;
+        Ok(())
+    }
+}
