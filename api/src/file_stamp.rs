@@ -1,7 +1,16 @@
-//! Whether a file has changed, by its attributes.
+//! Files that are read again when they change: whether one has, by its attributes, and the loop that
+//! looks.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+
+/// How often files are looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(2);
 
 /// Attributes that change with a file: identity, length and times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,5 +32,20 @@ impl FileStamp {
             written: (found.mtime(), found.mtime_nsec()),
             changed: (found.ctime(), found.ctime_nsec()),
         })
+    }
+}
+
+/// Calls `look` at once and every two seconds until `stop`, on a thread that may wait: files may lie on
+/// a slow disk.
+pub async fn look_regularly(look: impl Fn() + Send + Sync + 'static, stop: CancellationToken) {
+    let look = Arc::new(look);
+    let mut ticks = interval(LOOK_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+        let look = Arc::clone(&look);
+        let looked = tokio::task::spawn_blocking(move || look()).await;
+        if looked.is_err() {
+            tracing::error!("could not look at a file");
+        }
     }
 }

@@ -6,6 +6,7 @@ pub mod api_keys;
 pub mod backends;
 pub mod backup;
 pub mod clock;
+pub mod discovery;
 pub mod divergence;
 pub mod error;
 pub mod events;

@@ -18,6 +18,8 @@ mod decisions;
 mod dialects;
 #[path = "cluster/disaggregated.rs"]
 mod disaggregated;
+#[path = "cluster/discovery.rs"]
+mod discovery;
 #[path = "cluster/engine_check.rs"]
 mod engine_check;
 #[path = "cluster/lora.rs"]

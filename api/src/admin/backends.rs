@@ -7,6 +7,7 @@ use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use state::Backend;
 use state::command::{BackendRole, BackendSpec, Command, EngineFacts};
+use state::discovery::DiscoveredBackend;
 use state::exact::{KvMode, KvStatus};
 use state::ids::{Incarnation, LogIndex, ReplicaId, Slot};
 use state::service::BackendServiceView;
@@ -45,6 +46,8 @@ struct BackendDetail {
     /// The circuit at this replica.
     circuit: CircuitView,
     ownership: OwnershipDetail,
+    /// The source that put it, and since when it is lost; `None`: an operator or the config put it.
+    discovered: Option<DiscoveredBackend>,
     slot: Slot,
     incarnation: Incarnation,
     /// Facts about the engine that the cluster has agreed on.
@@ -237,6 +240,7 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
             .collect();
     });
     let now = Instant::now();
+    let registry = admin.view.registry();
     page.iter()
         .zip(owned)
         .map(|(backend, (owned_blocks, events))| {
@@ -260,6 +264,7 @@ fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
                 ownership: OwnershipDetail::of(admin, backend, events),
                 service: admin.view.service().get(backend.handle.slot).copied(),
                 circuit: admin.backends.circuit(backend.handle, now),
+                discovered: registry.discovered.get(&backend.handle.slot).cloned(),
             }
             .show(backend)
         })
@@ -275,6 +280,7 @@ struct BackendContext {
     ownership: OwnershipDetail,
     service: Option<BackendServiceView>,
     circuit: CircuitView,
+    discovered: Option<DiscoveredBackend>,
 }
 
 impl BackendContext {
@@ -287,6 +293,7 @@ impl BackendContext {
             ownership,
             service,
             circuit,
+            discovered,
         } = self;
         let spec = backend.spec.clone();
         BackendDetail {
@@ -319,6 +326,7 @@ impl BackendContext {
             in_flight,
             owned_blocks,
             ownership,
+            discovered,
             slot: backend.handle.slot,
             incarnation: backend.handle.incarnation,
             facts: backend.facts.clone(),
@@ -361,6 +369,7 @@ impl ReadBack for PutBackendBody {
         "service",
         "circuit",
         "ownership",
+        "discovered",
         "slot",
         "incarnation",
         "facts",

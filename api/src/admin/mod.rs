@@ -21,6 +21,7 @@ mod certified;
 mod cluster;
 mod config;
 mod decisions;
+mod discovery;
 mod explain;
 mod failures;
 #[cfg(feature = "fuzzing")]
@@ -66,6 +67,7 @@ pub use tokens::{AdminTokens, NewToken, TokenEntry, check_token_name, read_token
 use crate::admission::Admission;
 use crate::backends::Backends;
 use crate::clock::Clock;
+use crate::discovery::DiscoveryBoard;
 use crate::divergence::Digests;
 use crate::error::Problem;
 use crate::events::EventBus;
@@ -116,6 +118,8 @@ pub struct Admin {
     pub digests: Arc<Digests>,
     /// KV event streams that this replica reads.
     pub kv_board: Arc<StreamBoard>,
+    /// What the sources of engines said.
+    pub discovery: Arc<DiscoveryBoard>,
     /// Events for `/admin/v1/events`.
     pub events: EventBus,
     /// Whether this replica should get traffic.

@@ -8,7 +8,8 @@ use http::Method;
 use super::roles::{AdminRole, Permission};
 use super::{
     AdminState, admission, audit, backends, backup, bins, caches, cluster, config, decisions,
-    explain, keys, ownership, policy, probes, reload, restore, stream, user_defaults, users,
+    discovery, explain, keys, ownership, policy, probes, reload, restore, stream, user_defaults,
+    users,
 };
 
 const OPEN: Permission = Permission::Open;
@@ -133,6 +134,12 @@ pub(super) const ROUTES: &[RouteInfo] = &[
         methods: &[("POST", OPERATOR)],
         what: "give it requests again",
         handlers: || post(backends::undrain),
+    },
+    RouteInfo {
+        path: "/admin/v1/discovery",
+        methods: &[("GET", VIEWER)],
+        what: "what sources of engines told this replica: errors, refused engines, backends that are lost",
+        handlers: || get(discovery::show),
     },
     RouteInfo {
         path: "/admin/v1/users",

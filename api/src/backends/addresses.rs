@@ -168,6 +168,9 @@ pub enum EngineAddressError {
     /// At an address that is refused unless it is listed.
     #[error("{0} is an address of the link or of a metadata service")]
     Refused(IpAddr),
+    /// A source of engines tells of it, and it is no address of one other host.
+    #[error("{0} is an address of this host or of none, which admin.backends_allow has to list")]
+    OwnHost(IpAddr),
     /// Neither its host nor its address is listed.
     #[error("{0} is not in admin.backends_allow")]
     NotListed(String),
@@ -248,6 +251,22 @@ impl EngineAddressRules {
             true => Ok(()),
             false => Err(EngineAddressError::NotListed(address.to_string())),
         }
+    }
+
+    /// Judges an address that a source of engines tells of. Whoever owns a name could have every
+    /// replica send requests to itself, so addresses of this host have to be listed.
+    pub(crate) fn check_told(&self, address: IpAddr) -> Result<(), EngineAddressError> {
+        let canonical = address.to_canonical();
+        let is_broadcast = canonical == IpAddr::V4(Ipv4Addr::BROADCAST);
+        let is_own = canonical.is_loopback() || canonical.is_unspecified();
+        let is_listed = self
+            .allowed
+            .iter()
+            .any(|it| matches!(it, AllowedEngines::Network(prefix) if prefix.contains(address)));
+        if !is_listed && (is_own || canonical.is_multicast() || is_broadcast) {
+            return Err(EngineAddressError::OwnHost(address));
+        }
+        self.check(&address.to_string(), address)
     }
 
     fn names(&self, host: &str) -> bool {
@@ -351,6 +370,30 @@ mod tests {
         ] {
             let judged = rules(listed).check_host(host);
             assert_eq!(judged.is_ok(), is_allowed, "{listed:?} {host}: {judged:?}");
+        }
+    }
+
+    #[test]
+    fn a_source_may_tell_of_this_host_only_where_it_is_listed() {
+        for (listed, address, is_allowed) in [
+            (&[][..], "10.0.0.1", true),
+            (&[], "127.0.0.1", false),
+            (&[], "::1", false),
+            (&[], "::ffff:127.0.0.1", false),
+            (&[], "0.0.0.0", false),
+            (&[], "224.0.0.1", false),
+            (&[], "255.255.255.255", false),
+            (&[], "169.254.169.254", false),
+            (&["127.0.0.0/8"], "127.0.0.2", true),
+            (&["gpu-1"], "10.0.0.1", false),
+            (&["10.0.0.0/8"], "127.0.0.1", false),
+        ] {
+            let judged = rules(listed).check_told(address.parse().unwrap());
+            assert_eq!(
+                judged.is_ok(),
+                is_allowed,
+                "{listed:?} {address}: {judged:?}"
+            );
         }
     }
 

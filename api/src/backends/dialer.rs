@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
+use std::net::IpAddr;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -83,6 +84,14 @@ impl EngineDialer {
     /// [`EngineAddressError`].
     pub(crate) fn check_place(&self, place: &EnginePlace) -> Result<(), EngineAddressError> {
         self.0.addresses.load().check_place(place)
+    }
+
+    /// Judges an address that a source of engines tells of.
+    ///
+    /// # Errors
+    /// [`EngineAddressError`].
+    pub(crate) fn check_told(&self, address: IpAddr) -> Result<(), EngineAddressError> {
+        self.0.addresses.load().check_told(address)
     }
 
     /// Connects to a Unix socket of an engine. The caller bounds the wait.

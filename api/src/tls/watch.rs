@@ -2,19 +2,17 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
-use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
 use super::certificates::{CertificateSource, Certificates, Reload};
+use crate::file_stamp::look_regularly;
 
-/// How often files are looked at.
-const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// From so many days before it expires on, each start and reload warns of a certificate.
 const WARN_DAYS: f64 = 14.0;
 
@@ -58,19 +56,7 @@ impl CertificateWatch {
         if self.all.is_empty() {
             return;
         }
-        let watch = Arc::new(self);
-        let mut ticks = interval(LOOK_EVERY);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-            let watch = Arc::clone(&watch);
-            // Files may lie on a slow disk.
-            if tokio::task::spawn_blocking(move || watch.look())
-                .await
-                .is_err()
-            {
-                tracing::error!("could not look at certificates");
-            }
-        }
+        look_regularly(move || self.look(), stop).await;
     }
 }
 

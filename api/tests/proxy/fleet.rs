@@ -441,6 +441,7 @@ fn admin(
         metrics: Arc::default(),
         digests: Arc::default(),
         kv_board: Arc::default(),
+        discovery: Arc::default(),
         events: EventBus::default(),
         readiness: Arc::new(readiness),
         file: api::settings::SharedFileSettings::default(),

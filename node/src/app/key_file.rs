@@ -1,18 +1,14 @@
 //! Reloads files of keys and tokens when they change, so that one can be revoked without a restart.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::{Mutex, PoisonError};
 
 use api::admin::AdminTokens;
-use api::file_stamp::FileStamp;
+use api::file_stamp::{FileStamp, look_regularly};
 use api::proxy::ApiKeys;
 use tokio_util::sync::CancellationToken;
 
-use super::ticks::every;
 use crate::config::{key_file, tokens_file};
-
-/// Interval at which the file is checked.
-const INTERVAL: Duration = Duration::from_secs(2);
 
 /// A file as last seen.
 struct WatchedFile<R> {
@@ -56,14 +52,19 @@ pub(crate) fn read_admin_tokens(file: &Path, tokens: &AdminTokens) {
 }
 
 /// Calls `read` whenever `file` has changed, until `stop`.
-pub(super) async fn follow(file: PathBuf, read: impl Fn(&Path) + Send, stop: CancellationToken) {
+pub(super) async fn follow(
+    file: PathBuf,
+    read: impl Fn(&Path) + Send + 'static,
+    stop: CancellationToken,
+) {
     // The first check reads it once more, because it may have changed since the config was read.
     let seen = None;
-    let mut followed = WatchedFile { file, read, seen };
-    let mut ticks = every(INTERVAL);
-    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+    let followed = Mutex::new(WatchedFile { file, read, seen });
+    let look = move || {
+        let mut followed = followed.lock().unwrap_or_else(PoisonError::into_inner);
         followed.look();
-    }
+    };
+    look_regularly(look, stop).await;
 }
 
 #[cfg(test)]

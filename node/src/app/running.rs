@@ -8,6 +8,7 @@ use anyhow::Context as _;
 use api::admin::{self, Admin, CertifiedOperators, ReloadRequests};
 use api::api_keys::{KeyRules, ListAge};
 use api::backends::{EngineDialer, Hooks};
+use api::discovery::{DiscoveryBoard, DiscoveryMetrics, DiscoveryParts};
 use api::kv_events::board::StreamBoard;
 use api::kv_events::{reader, socket};
 use api::metrics::Metrics;
@@ -106,6 +107,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let core = ReplicaCore::start(config.clone(), ports).await?;
     let (stops, lifecycle) = (ReplicaShutdown::default(), Lifecycle::default());
     let metrics = metrics(&core, &tls, (&config, &reload));
+    let discovery = discover(&core, &config, &metrics, &tls);
     formation::tell_of_names(&config);
     tell_if_insecure(&config);
     let keys = key_rules(&core, &config);
@@ -130,7 +132,8 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     );
     let proxy = tokio::spawn(serving);
     let file = (file, reload_requests);
-    let admin = admin(&core, reading, metrics, (readiness, file), &config);
+    let shown = (metrics, discovery);
+    let admin = admin(&core, reading, shown, (readiness, file), &config);
     spawn_loops(&core, Arc::clone(&admin.kv_board), tls.engines.clone());
     serve_operators(&core, sockets.admin, admin, &tls);
     follow_files(&core, &config, &tls);
@@ -189,6 +192,28 @@ fn metrics(
     let expiry = CertificateMetrics(tls.watch());
     metrics.register(|registry| registry.register_collector(Box::new(expiry)));
     metrics
+}
+
+/// Follows the sources of engines. Returns what they say.
+fn discover(
+    core: &ReplicaCore,
+    config: &Config,
+    metrics: &Metrics,
+    tls: &ReplicaCertificates,
+) -> Arc<DiscoveryBoard> {
+    let board = DiscoveryBoard::new(&config.discovery, core.clock().clone());
+    let board = Arc::new(board);
+    let shown = DiscoveryMetrics(Arc::clone(&board));
+    metrics.register(|registry| registry.register_collector(Box::new(shown)));
+    let parts = DiscoveryParts {
+        sources: config.discovery.clone(),
+        board: Arc::clone(&board),
+        cluster: core.cluster(),
+        view: Arc::clone(core.view()),
+        dialer: tls.engines.clone(),
+    };
+    core.beside(api::discovery::run(parts, core.stopping()));
+    board
 }
 
 /// Reads files of keys, tokens and certificates again when they change.
@@ -258,7 +283,7 @@ fn proxy(
 fn admin(
     core: &ReplicaCore,
     (requests, decisions): (Arc<RequestReader>, Arc<DecisionLog>),
-    metrics: Arc<Metrics>,
+    (metrics, discovery): (Arc<Metrics>, Arc<DiscoveryBoard>),
     (readiness, (file, reload)): (
         Arc<ReadinessCheck>,
         (SharedFileSettings, Option<ReloadRequests>),
@@ -280,6 +305,7 @@ fn admin(
         metrics,
         digests: Arc::clone(core.digests()),
         kv_board: Arc::default(),
+        discovery,
         events: core.events().clone(),
         readiness,
         file,

@@ -9,6 +9,9 @@ use serde_json::{Value, json};
 use super::client::AdminTarget;
 use super::table::cell;
 
+/// Refused engines of a source that `status` shows.
+const REFUSED_SHOWN: usize = 5;
+
 /// What all reading commands take.
 #[derive(Debug, clap::Args)]
 pub(super) struct ReadArgs {
@@ -25,6 +28,7 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let digest = args.target.get("/admin/v1/digest").await?;
     let readiness = args.target.readiness().await?;
     let cache = args.target.get("/admin/v1/cache").await?;
+    let discovery = args.target.get("/admin/v1/discovery").await?;
     let code = match readiness["status"].as_str() {
         Some("ready" | "degraded") => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
@@ -32,6 +36,7 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
     if args.json {
         let all = json!({
             "cluster": cluster, "digest": digest, "readiness": readiness, "cache": cache,
+            "discovery": discovery,
         });
         print_json(&all)?;
         return Ok(code);
@@ -45,10 +50,7 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
         .chain(warnings)
         .map(|reason| format!("\n{}", terminal::indented(&cell(reason), 9)))
         .collect();
-    let hashing = match cluster["hashes_keyed"].as_bool() {
-        Some(false) => " (blocks hashed without a secret: founded by an earlier build)",
-        Some(true) | None => "",
-    };
+    let hashing = hashing(&cluster);
     let lines = [
         format!(
             "replica {} is {} in term {}, version {}",
@@ -77,7 +79,8 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
             cell(&digest["index"])
         ),
     ];
-    let lines: Vec<String> = lines.into_iter().chain(unsalted(&cache)).collect();
+    let mut lines = Vec::from(lines);
+    lines.extend(unsalted(&cache).into_iter().chain(sources(&discovery)));
     let has_members = cluster["members"]
         .as_object()
         .is_some_and(|it| !it.is_empty());
@@ -90,6 +93,14 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
         tables.join("\n\n")
     ))?;
     Ok(code)
+}
+
+/// Warns of a cluster whose blocks are not keyed.
+fn hashing(cluster: &Value) -> &'static str {
+    match cluster["hashes_keyed"].as_bool() {
+        Some(false) => " (blocks hashed without a secret: founded by an earlier build)",
+        Some(true) | None => "",
+    }
 }
 
 /// Names the engines that do not keep isolated users apart, where there may be such users.
@@ -108,6 +119,50 @@ fn unsalted(cache: &Value) -> Option<String> {
         "unsalted {}",
         terminal::indented(&told, 9).trim_start()
     ))
+}
+
+/// One line per source of engines, with what is wrong with it below.
+fn sources(discovery: &Value) -> Vec<String> {
+    let all = |name: &str| discovery[name].as_array().into_iter().flatten();
+    let mut lines = Vec::new();
+    for source in all("sources") {
+        let count = |name: &str| source[name].as_u64().unwrap_or(0);
+        let mut line = format!(
+            "source   {}: {} engines told, {} registered",
+            cell(&source["id"]),
+            count("told"),
+            count("registered"),
+        );
+        for (name, words) in [
+            ("lost", "lost"),
+            ("withheld", "kept though not told"),
+            ("refused_total", "refused"),
+        ] {
+            if count(name) > 0 {
+                line += &format!(", {} {words}", count(name));
+            }
+        }
+        lines.push(line);
+        let faults = [("error", "no answer: "), ("failure", "not changed: ")];
+        for (name, words) in faults {
+            if !source[name].is_null() {
+                lines.push(format!("         {words}{}", cell(&source[name])));
+            }
+        }
+        let refused = source["refused"].as_array().into_iter().flatten();
+        for refused in refused.take(REFUSED_SHOWN) {
+            let (engine, reason) = (cell(&refused["engine"]), cell(&refused["reason"]));
+            lines.push(format!("         {engine}: {reason}"));
+        }
+    }
+    let orphans: Vec<String> = all("orphans").map(|it| cell(&it["backend"])).collect();
+    if !orphans.is_empty() {
+        let told = orphans.join(", ");
+        lines.push(format!(
+            "orphans  {told}: put by sources that this replica does not have"
+        ));
+    }
+    lines
 }
 
 /// Whether a reason against readiness is about one peer.

@@ -15,8 +15,8 @@ use super::identity::IdSource;
 use super::read::Settings;
 use super::traffic::{AdminConfig, CircuitConfig, UsersConfig};
 use super::{
-    Config, certificates, cluster, engines, identity, key_file, models, requests, routing,
-    tokens_file,
+    Config, certificates, cluster, discovery, engines, identity, key_file, models, requests,
+    routing, tokens_file,
 };
 
 /// Checks everything and adds errors to `found`. The config is only usable if there are none.
@@ -34,6 +34,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
     engines::check_probes(&file.probes, found);
     let models = models::models(&file.models, found);
     let backends = engines::backends(&file, &models, found);
+    let discovery = discovery::sources(&file.discovery, &models, found);
     let engine_keys = engines::keys(&file, found);
     let server_names = engines::server_names(&file, found);
     let engine_addresses = engines::check_addresses(&file, found);
@@ -48,6 +49,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         secret,
         models,
         backends,
+        discovery,
         engine_keys,
         server_names,
         engine_addresses,

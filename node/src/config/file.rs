@@ -16,8 +16,8 @@ use state::policy::{Disaggregate, POLICY_NAMES, PairSettings, PolicyTables, Rout
 
 use super::admission::AdmissionConfig;
 use super::form::{
-    Address, ClusterName, EngineUrl, Host, HostPort, NodeId, Parsed, Size, Span, SpanRange,
-    TokenizerName, ms,
+    Address, ClusterName, EngineUrl, FractionForm, Host, HostPort, NodeId, Parsed, Size, Span,
+    SpanRange, TokenizerName, ms,
 };
 use super::identity::IdSource;
 use super::tls::TlsConfig;
@@ -25,6 +25,9 @@ use super::traffic::{
     AdminConfig, CircuitConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig,
     RequestsConfig, RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
 };
+
+/// Where a pod finds what it shows to the API server.
+const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
 /// A config file of a replica.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
@@ -77,6 +80,8 @@ pub struct ConfigFile {
     pub models: Vec<ModelConfig>,
     /// Backends to register at start.
     pub backends: Vec<BackendConfig>,
+    /// Where further engines come from, while the cluster runs.
+    pub discovery: Vec<DiscoveryConfig>,
 }
 
 /// `[node]`.
@@ -267,6 +272,105 @@ pub struct BackendConfig {
     /// Stage of requests that it computes: `both`, `prefill` (prompts, for backends that decode) or
     /// `decode` (answers). See docs/guide/disaggregation.md.
     pub role: BackendRole,
+}
+
+/// `[[discovery]]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct DiscoveryConfig {
+    /// Id of the source, with which the ids of its backends begin: letters, digits, `.`, `_`, `-`.
+    /// It is kept in the cluster, so a source that gets another id is another one, and the backends
+    /// of the former stay until an operator removes them. Default: the kind.
+    pub id: Option<String>,
+    /// What the source is: `dns`, `file` or `kubernetes`. See docs/guide/discovery.md.
+    #[schemars(extend("enum" = ["dns", "file", "kubernetes"]))]
+    pub kind: String,
+    /// `dns`: the name of the engines with their port, such as `engines.prod.svc:8000`; of service
+    /// records (`records = "srv"`, or a name that begins with `_`) without a port.
+    pub name: Option<String>,
+    /// `dns`: the records that are looked up: `a`, `aaaa`, `srv`, or `auto`: `srv` if the name begins
+    /// with `_`, otherwise `a`, or `aaaa` where there are none.
+    pub records: RecordsName,
+    /// `dns`: longest time between two lookups. A TTL that is shorter counts, down to 1 s.
+    #[default(ms(10_000))]
+    pub interval: Parsed<Span>,
+    /// `dns`: name server that is asked. Default: as the system's resolver is set up.
+    pub resolver: Option<Parsed<Address>>,
+    /// `file`: the file, read again within 2 s of a change: a list of tables with the keys of
+    /// `[[backends]]`, as TOML, or as JSON if its name ends in `.json`.
+    pub path: Option<PathBuf>,
+    /// `kubernetes`: namespace of the pods. Default: the one that this replica's pod is in.
+    pub namespace: Option<String>,
+    /// `kubernetes`: labels of the pods, such as `app=vllm,tier in (gpu)`.
+    pub selector: Option<String>,
+    /// `kubernetes`: name of an `InferencePool` that selects the pods; instead of `selector`.
+    pub inference_pool: Option<String>,
+    /// `kubernetes`: port of the engines. Default: the first target port of the pool.
+    #[schemars(range(min = 1))]
+    pub port: Option<u16>,
+    /// `kubernetes`: URL of the API server. Default: that of the cluster that the pod runs in.
+    pub api_server: Option<Parsed<EngineUrl>>,
+    /// `kubernetes`: file with the token for the API server.
+    #[default(format!("{SERVICE_ACCOUNT}/token").into())]
+    pub token_file: PathBuf,
+    /// `kubernetes`: file with the authorities of the API server's certificate.
+    #[default(format!("{SERVICE_ACCOUNT}/ca.crt").into())]
+    pub ca_file: PathBuf,
+    /// `dns` and `kubernetes`: how engines are spoken to: `http` or `https`, which wants certificates
+    /// for addresses.
+    pub scheme: SchemeName,
+    /// `dns` and `kubernetes`: port of the engines' KV events, at the same address.
+    #[schemars(range(min = 1))]
+    pub kv_events_port: Option<u16>,
+    /// `dns` and `kubernetes`: port at which missed KV events are asked for.
+    #[schemars(range(min = 1))]
+    pub kv_replay_port: Option<u16>,
+    /// Model ids that the engines serve; `*`: those that they list.
+    #[schemars(length(min = 1))]
+    #[default(vec!["*".to_owned()])]
+    pub models: Vec<String>,
+    /// Labels of the backends; they win over those that the source tells.
+    pub labels: BTreeMap<String, String>,
+    /// Stage of requests that the engines compute, as in `[[backends]]`. A pod's label `quorate.role`
+    /// and a file's entry win.
+    pub role: BackendRole,
+    /// Capacity of each engine's cache in blocks. Default: reported by the engine.
+    #[schemars(range(min = 1))]
+    pub capacity_blocks: Option<u32>,
+    /// How long a backend that its source does not tell of drains before it is removed.
+    #[default(ms(30_000))]
+    pub remove_after: Parsed<Span>,
+    /// The part of a source's backends that may drain at once because the source does not tell of
+    /// them, or says that they are not ready. The others stay until those are gone.
+    #[schemars(extend("anyOf" = [{ "type": "number", "exclusiveMinimum": 0, "maximum": 1 }, { "type": "string" }]))]
+    #[default(Parsed(500))]
+    pub max_remove_fraction: Parsed<FractionForm>,
+}
+
+/// Records of a DNS name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum RecordsName {
+    /// By the name.
+    #[default]
+    Auto,
+    /// IPv4 addresses.
+    A,
+    /// IPv6 addresses.
+    Aaaa,
+    /// Hosts with ports.
+    Srv,
+}
+
+/// How engines are spoken to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum SchemeName {
+    /// In the clear.
+    #[default]
+    Http,
+    /// With TLS.
+    Https,
 }
 
 impl ListenConfig {

@@ -42,6 +42,14 @@ api::forms! {
         read: IdSource::read,
         show: IdSource::show,
     }
+    /// A part of a whole, in thousandths.
+    FractionForm: u32 = "fraction" {
+        pattern: r"^(0?\.\d{1,3}|1)$",
+        expected: "a number above 0 and up to 1, with at most three digits behind the point, such as 0.5",
+        integers: (1, Some(1)),
+        read: fraction,
+        show: show_fraction,
+    }
     /// A number of bytes.
     Size: u64 = "size" {
         pattern: r"^\d+ *(B|kB|MB|GB|KiB|MiB|GiB)?$",
@@ -171,6 +179,26 @@ fn range(text: &str) -> Option<Range<Duration>> {
     (is_span(&from) && from < to).then_some(from..to)
 }
 
+fn fraction(text: &str) -> Option<u32> {
+    let (whole, digits) = text.split_once('.').unwrap_or((text, ""));
+    let whole: u32 = match whole {
+        "" | "0" => 0,
+        "1" => 1000,
+        _ => return None,
+    };
+    let is_number = digits.len() <= 3 && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let part: u32 = format!("{digits:0<3}").parse().ok().filter(|_| is_number)?;
+    Some(whole + part).filter(|permille| (1..=1000).contains(permille))
+}
+
+fn show_fraction(permille: &u32) -> String {
+    if *permille == 1000 {
+        return "1".to_owned();
+    }
+    let digits = format!("{permille:03}");
+    format!("0.{}", digits.trim_end_matches('0'))
+}
+
 fn size(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit());
     let (number, unit) = text.split_at(digits.unwrap_or(text.len()));
@@ -261,6 +289,18 @@ mod tests {
         assert_eq!(Size::read("7"), Some(7));
         for wrong in ["", "MiB", "-1", "1.5MiB", "99999999999GiB", "1mib", "0"] {
             assert_eq!(Size::read(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn fractions_are_above_zero_and_up_to_one() {
+        for (text, permille) in [("0.5", 500), (".001", 1), ("1", 1000), ("1.0", 1000)] {
+            assert_eq!(FractionForm::read(text), Some(permille), "{text}");
+        }
+        for wrong in [
+            "0", "0.0", "1.1", "2", "-0.5", "0.0005", "", ".", "1e-1", "0.+5",
+        ] {
+            assert_eq!(FractionForm::read(wrong), None, "{wrong}");
         }
     }
 
@@ -361,6 +401,9 @@ mod tests {
         reads_the_same::<SpanRange>("150ms..300ms");
         reads_the_same::<Size>("3MiB");
         reads_the_same::<Size>("12345");
+        reads_the_same::<FractionForm>("0.5");
+        reads_the_same::<FractionForm>(".125");
+        reads_the_same::<FractionForm>("1");
         reads_the_same::<Address>("[::1]:80");
         reads_the_same::<Identity>("header:x-user");
         reads_the_same::<Prefix>("10.0.0.0/8");

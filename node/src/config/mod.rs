@@ -8,6 +8,7 @@ mod admission;
 mod certificates;
 mod check;
 mod cluster;
+mod discovery;
 mod engines;
 mod error;
 mod file;
@@ -37,6 +38,7 @@ use std::time::Duration;
 
 use api::admin::AdminTokens;
 use api::backends::{CircuitSettings, EngineAddressRules, EngineKeys};
+use api::discovery::SourceSettings;
 use api::prompt::ModelSettings;
 use api::proxy::{ApiKeys, FieldRules, HeaderRules};
 use api::routing::SelectSettings;
@@ -83,6 +85,8 @@ pub struct Config {
     pub models: Vec<ModelSettings>,
     /// Backends to register at start if they are missing.
     pub backends: Vec<BackendSpec>,
+    /// Where further engines come from.
+    pub discovery: Vec<SourceSettings>,
     /// Policy of a new cluster.
     pub policy: PolicyConfig,
     /// Policies that a request may choose. Empty: it may not choose.

@@ -455,7 +455,8 @@ fn json_of(value: &DeValue<'_>) -> Option<Value> {
             integer.ok().map(|integer| json!(integer))
         }
         DeValue::Boolean(is_set) => Some(json!(is_set)),
-        DeValue::Float(_) | DeValue::Datetime(_) | DeValue::Array(_) | DeValue::Table(_) => None,
+        DeValue::Float(float) => float.as_str().parse().ok().map(|number: f64| json!(number)),
+        DeValue::Datetime(_) | DeValue::Array(_) | DeValue::Table(_) => None,
     }
 }
 

@@ -204,6 +204,7 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let replica = lone_replica(&engines, &dir, |config| {
+        config.discovery = vec![discovery::file_source(&dir.path().join("none.json"))];
         config.models = vec![ModelSettings {
             name: "*".to_owned(),
             tokenizer: Tokenizer::load(TokenizerSpec::Engine, None).unwrap(),

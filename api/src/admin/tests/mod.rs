@@ -264,6 +264,7 @@ impl Bench {
             metrics: Arc::new(Metrics::default()),
             digests,
             kv_board: Arc::default(),
+            discovery: Arc::default(),
             events: EventBus::default(),
             readiness,
             file: SharedFileSettings::new(file()),

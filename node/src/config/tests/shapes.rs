@@ -65,7 +65,7 @@ max_backoff = "soon"
 }
 
 #[test]
-fn four_keys_must_be_set_and_all_others_have_a_valid_default() {
+fn five_keys_must_be_set_and_all_others_have_a_valid_default() {
     let mut required = Vec::new();
     for section in schema::sections() {
         let names = section.required.iter();
@@ -82,6 +82,12 @@ fn four_keys_must_be_set_and_all_others_have_a_valid_default() {
             }
         }
     }
-    let expected = ["node.id", "models.name", "backends.id", "backends.url"];
+    let expected = [
+        "node.id",
+        "models.name",
+        "backends.id",
+        "backends.url",
+        "discovery.kind",
+    ];
     assert_eq!(required, expected);
 }

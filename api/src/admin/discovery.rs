@@ -1,0 +1,51 @@
+//! What the sources of engines told this replica, and what came of it.
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::Serialize;
+use state::ids::{LogIndex, ReplicaId};
+
+use super::AdminState;
+use super::answer::{QueryParams, ReadQuery, json, registry_at};
+use crate::discovery::SourceReport;
+use crate::error::Problem;
+
+#[derive(Serialize)]
+struct DiscoveryResponse {
+    index: LogIndex,
+    /// The leader brings the cluster to what its sources tell; each replica looks at its own.
+    leader: Option<ReplicaId>,
+    sources: Vec<SourceReport>,
+    /// Backends that sources put which this replica does not have.
+    orphans: Vec<OrphanBackend>,
+}
+
+/// A backend without its source. It stays as it is.
+#[derive(Serialize)]
+struct OrphanBackend {
+    backend: String,
+    source: String,
+}
+
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<ReadQuery>,
+) -> Result<Response, Problem> {
+    let (index, registry) = registry_at(&admin, query.read).await?;
+    let sources = admin.discovery.report();
+    let is_known = |source: &str| sources.iter().any(|known| known.id() == source);
+    let orphans = registry.discovered.iter().filter_map(|(slot, known)| {
+        let backend = registry.backend(*slot)?;
+        (!is_known(&known.source)).then(|| OrphanBackend {
+            backend: backend.spec.id.clone(),
+            source: known.source.clone(),
+        })
+    });
+    let orphans = orphans.collect();
+    Ok(json(&DiscoveryResponse {
+        index,
+        leader: admin.cluster.status().leader,
+        sources,
+        orphans,
+    }))
+}

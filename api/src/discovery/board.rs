@@ -1,0 +1,338 @@
+//! What the sources said last, and what came of it: for the reconciler, operators and metrics.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use serde::Serialize;
+use state::Registry;
+use state::discovery::{DiscoveryChange, RefusedEngine, SourcePlan, ToldEngine};
+use tokio::sync::Notify;
+
+use super::SourceSettings;
+use crate::clock::Clock;
+use crate::shown::escaped;
+
+/// Maximum number of refused engines that are kept for operators.
+const REFUSED_MAX: usize = 100;
+
+/// What a source says.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct SourceReading {
+    /// Engines that may be registered.
+    pub(super) engines: Vec<ToldEngine>,
+    /// What it tells of besides, with reasons.
+    pub(super) refused: Vec<RefusedEngine>,
+}
+
+/// What the sources of this replica said last.
+#[derive(Debug, Default)]
+pub struct DiscoveryBoard {
+    sources: Mutex<BTreeMap<String, SourceCard>>,
+    changed: Notify,
+    clock: Clock,
+}
+
+#[derive(Debug, Default)]
+struct SourceCard {
+    kind: &'static str,
+    /// `None`: it has not answered yet.
+    reading: Option<Arc<SourceReading>>,
+    answered_at_ms: Option<u64>,
+    /// Why the last look gave no answer.
+    error: Option<String>,
+    looks: [u64; 2],
+    planned: PlannedCounts,
+    /// Refused engines, from the source and from the plan.
+    refused: Vec<RefusedEngine>,
+    refused_total: usize,
+    /// Changes that the cluster took from this replica: found, lost, forgotten.
+    changes: [u64; 3],
+    /// Why the last change was not taken.
+    failure: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct PlannedCounts {
+    registered: usize,
+    lost: usize,
+    withheld: usize,
+}
+
+/// A source as `GET /admin/v1/discovery` shows it.
+#[derive(Debug, Serialize)]
+pub struct SourceReport {
+    /// Its id.
+    id: String,
+    kind: &'static str,
+    /// When it last answered this replica, in Unix milliseconds.
+    answered_at_ms: Option<u64>,
+    /// Why the last look gave no answer; what was answered before still counts.
+    error: Option<String>,
+    /// Engines of the last answer.
+    told: usize,
+    /// Backends of the cluster that it put.
+    registered: usize,
+    /// Those of them that drain, as it does not tell of them or says that they take no requests.
+    lost: usize,
+    /// Those of them that it does not have and that stay, as too many others are lost.
+    withheld: usize,
+    /// How many engines are not registered.
+    refused_total: usize,
+    /// The first of them.
+    refused: Vec<RefusedReport>,
+    /// Why the last change was not taken by the cluster.
+    failure: Option<String>,
+}
+
+/// An engine that is not registered.
+#[derive(Debug, Serialize)]
+pub(super) struct RefusedReport {
+    engine: String,
+    reason: String,
+}
+
+impl SourceReport {
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+}
+
+impl DiscoveryBoard {
+    /// A board of these sources, none of which has answered.
+    #[must_use]
+    pub fn new(sources: &[SourceSettings], clock: Clock) -> Self {
+        let cards = sources.iter().map(|source| {
+            let card = SourceCard {
+                kind: source.kind.name(),
+                ..SourceCard::default()
+            };
+            (source.rules.source.clone(), card)
+        });
+        Self {
+            sources: Mutex::new(cards.collect()),
+            changed: Notify::new(),
+            clock,
+        }
+    }
+
+    /// Returns the sources by id.
+    #[must_use]
+    pub fn report(&self) -> Vec<SourceReport> {
+        let sources = self.lock();
+        let report = |(id, card): (&String, &SourceCard)| SourceReport {
+            id: id.clone(),
+            kind: card.kind,
+            answered_at_ms: card.answered_at_ms,
+            error: card.error.clone(),
+            told: card.reading.as_ref().map_or(0, |it| it.engines.len()),
+            registered: card.planned.registered,
+            lost: card.planned.lost,
+            withheld: card.planned.withheld,
+            refused_total: card.refused_total,
+            refused: card
+                .refused
+                .iter()
+                .map(|refused| RefusedReport {
+                    engine: escaped(&refused.engine).into_owned(),
+                    reason: escaped(&refused.reason).into_owned(),
+                })
+                .collect(),
+            failure: card.failure.clone(),
+        };
+        sources.iter().map(report).collect()
+    }
+
+    /// Waits until a source has told something.
+    pub(super) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// Has whoever waits look again.
+    pub(super) fn wake(&self) {
+        self.changed.notify_one();
+    }
+
+    /// Notes what a look at a source gave.
+    pub(super) fn told(&self, id: &str, looked: Result<SourceReading, String>) {
+        let at_ms = self.clock.unix_ms();
+        let mut sources = self.lock();
+        let Some(card) = sources.get_mut(id) else {
+            return;
+        };
+        card.looks[usize::from(looked.is_err())] += 1;
+        match looked {
+            Ok(reading) => {
+                if card.error.take().is_some() {
+                    tracing::info!(source = id, "the source of backends answers again");
+                }
+                if reading.engines.is_empty() {
+                    tracing::debug!(source = id, "the source of backends tells of none");
+                }
+                card.answered_at_ms = Some(at_ms);
+                card.reading = Some(Arc::new(reading));
+            }
+            Err(error) => {
+                if card.error.as_ref() != Some(&error) {
+                    tracing::warn!(source = id, error, "no answer from a source of backends");
+                }
+                card.error = Some(error);
+            }
+        }
+        drop(sources);
+        self.wake();
+    }
+
+    /// Notes that a source was heard of, without news.
+    pub(super) fn heard(&self, id: &str) {
+        let at_ms = self.clock.unix_ms();
+        if let Some(card) = self.lock().get_mut(id) {
+            card.error = None;
+            card.answered_at_ms = Some(at_ms);
+        }
+    }
+
+    /// Returns the last answer of a source; `None` while it does not answer.
+    pub(super) fn reading(&self, id: &str) -> Option<Arc<SourceReading>> {
+        let sources = self.lock();
+        let card = sources.get(id).filter(|card| card.error.is_none())?;
+        card.reading.clone()
+    }
+
+    /// Notes what follows from an answer. New refusals are logged once.
+    pub(super) fn planned(
+        &self,
+        id: &str,
+        (reading, plan): (&SourceReading, &SourcePlan),
+        registry: &Registry,
+    ) {
+        let own = registry.discovered.values().filter(|it| it.source == id);
+        let (mut registered, mut lost) = (0, 0);
+        for backend in own {
+            registered += 1;
+            lost += usize::from(backend.lost.is_some());
+        }
+        let refused = reading.refused.iter().chain(&plan.refused);
+        let first: Vec<_> = refused.take(REFUSED_MAX).cloned().collect();
+        let mut sources = self.lock();
+        let Some(card) = sources.get_mut(id) else {
+            return;
+        };
+        for refused in first.iter().filter(|it| !card.refused.contains(it)) {
+            let engine = escaped(&refused.engine);
+            let reason = escaped(&refused.reason);
+            tracing::warn!(source = id, %engine, %reason, "an engine is not registered");
+        }
+        card.refused_total = reading.refused.len() + plan.refused.len();
+        card.refused = first;
+        card.planned = PlannedCounts {
+            registered,
+            lost,
+            withheld: plan.withheld,
+        };
+    }
+
+    /// Notes that the cluster has taken a change, or why it has not.
+    pub(super) fn changed_by(&self, id: &str, change: &DiscoveryChange, taken: Result<(), String>) {
+        if let Some(card) = self.lock().get_mut(id) {
+            card.failure = taken.err();
+            if card.failure.is_none() {
+                card.changes[place(change)] += 1;
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, SourceCard>> {
+        self.sources.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+const CHANGES: [&str; 3] = ["found", "lost", "forgotten"];
+const OUTCOMES: [&str; 2] = ["answered", "failed"];
+
+fn place(change: &DiscoveryChange) -> usize {
+    match change {
+        DiscoveryChange::Found(_) => 0,
+        DiscoveryChange::Lost { .. } => 1,
+        DiscoveryChange::Forgotten { .. } => 2,
+    }
+}
+
+/// The area `discovery`.
+pub struct DiscoveryMetrics(pub Arc<DiscoveryBoard>);
+
+impl fmt::Debug for DiscoveryMetrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("DiscoveryMetrics")
+    }
+}
+
+impl Collector for DiscoveryMetrics {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let sources = self.0.lock();
+        if sources.is_empty() {
+            return Ok(());
+        }
+        let mut engines = encoder.encode_descriptor(
+            "quorate_discovery_engines",
+            "Engines of a source: told of, refused; and its backends: registered, lost, withheld",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (id, card) in &*sources {
+            let told = card.reading.as_ref().map_or(0, |it| it.engines.len());
+            for (state, count) in [
+                ("told", told),
+                ("refused", card.refused_total),
+                ("registered", card.planned.registered),
+                ("lost", card.planned.lost),
+                ("withheld", card.planned.withheld),
+            ] {
+                let labels = [("source", &**id), ("state", state)];
+                let gauge = ConstGauge::new(i64::try_from(count).unwrap_or(i64::MAX));
+                gauge.encode(engines.encode_family(&labels)?)?;
+            }
+        }
+        let mut looks = encoder.encode_descriptor(
+            "quorate_discovery_looks",
+            "Answers of a source to this replica, and looks that failed",
+            None,
+            MetricType::Counter,
+        )?;
+        for (id, card) in &*sources {
+            for (outcome, count) in OUTCOMES.iter().zip(card.looks) {
+                let labels = [("source", &**id), ("outcome", outcome)];
+                ConstCounter::new(count).encode(looks.encode_family(&labels)?)?;
+            }
+        }
+        let mut changes = encoder.encode_descriptor(
+            "quorate_discovery_changes",
+            "Changes of backends that the cluster took from this replica as its leader",
+            None,
+            MetricType::Counter,
+        )?;
+        for (id, card) in &*sources {
+            for (change, count) in CHANGES.iter().zip(card.changes) {
+                let labels = [("source", &**id), ("change", change)];
+                ConstCounter::new(count).encode(changes.encode_family(&labels)?)?;
+            }
+        }
+        let mut answered = encoder.encode_descriptor(
+            "quorate_discovery_answered_timestamp_seconds",
+            "When a source last answered this replica; 0 if never",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (id, card) in &*sources {
+            let at = card.answered_at_ms.unwrap_or(0) as f64 / 1000.0;
+            let labels = [("source", &**id)];
+            ConstGauge::new(at).encode(answered.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,194 @@
+//! `kind = "dns"`: engines at the addresses that a name has, looked up again as its TTL ends.
+//!
+//! A name without records is no answer: engines do not vanish because a zone is loaded late. Nor is
+//! one of which some host could not be looked up.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use futures_util::{StreamExt as _, stream};
+use hickory_resolver::TokioResolver;
+use hickory_resolver::config::{NameServerConfig, ResolverConfig};
+use hickory_resolver::net::NetError;
+use hickory_resolver::net::runtime::TokioRuntimeProvider;
+use hickory_resolver::proto::rr::{RData, RecordType};
+use state::discovery::{EngineCondition, RefusedEngine, ToldEngine};
+
+use super::board::{DiscoveryBoard, SourceReading};
+use super::{DnsRecords, DnsSource, EngineTemplate};
+use crate::backends::EngineDialer;
+
+/// Least time between two lookups, whatever the TTL.
+const INTERVAL_MIN: Duration = Duration::from_secs(1);
+/// Longest time until a lookup that failed is tried again.
+const RETRY_MAX: Duration = Duration::from_secs(5);
+/// Time that a name server has for an answer.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// Hosts of service records that are looked up at once.
+const HOSTS_AT_ONCE: usize = 16;
+/// Maximum number of hosts of service records.
+const HOSTS_MAX: usize = 4096;
+
+/// An answer and how long it counts.
+#[derive(Debug, Default)]
+struct NameAnswer {
+    places: BTreeSet<(IpAddr, u16)>,
+    refused: Vec<RefusedEngine>,
+    ttl: Duration,
+}
+
+/// Tells the board where the name leads, for as long as it is polled.
+pub(super) async fn follow(
+    source: &DnsSource,
+    template: &EngineTemplate,
+    (board, dialer): (&DiscoveryBoard, &EngineDialer),
+) {
+    let mut resolver = None;
+    loop {
+        let looked = look(source, &mut resolver).await;
+        let wait = match &looked {
+            Ok(answer) => answer.ttl.min(source.interval),
+            Err(_) => source.interval.min(RETRY_MAX),
+        };
+        let looked = looked.map(|answer| reading(answer, template, dialer));
+        board.told(&template.source, looked);
+        tokio::time::sleep(wait.max(INTERVAL_MIN)).await;
+    }
+}
+
+/// Judges addresses one by one.
+fn reading(answer: NameAnswer, template: &EngineTemplate, dialer: &EngineDialer) -> SourceReading {
+    let mut reading = SourceReading {
+        engines: Vec::with_capacity(answer.places.len()),
+        refused: answer.refused,
+    };
+    for (ip, port) in answer.places {
+        match dialer.check_told(ip) {
+            Ok(()) => reading.engines.push(ToldEngine {
+                spec: template.at(None, (ip, port), &BTreeMap::new()),
+                condition: EngineCondition::Ready,
+            }),
+            Err(refused) => reading.refused.push(RefusedEngine {
+                engine: SocketAddr::new(ip, port).to_string(),
+                reason: refused.to_string(),
+            }),
+        }
+    }
+    reading
+}
+
+async fn look(
+    source: &DnsSource,
+    resolver: &mut Option<TokioResolver>,
+) -> Result<NameAnswer, String> {
+    let resolver = match resolver {
+        Some(resolver) => resolver,
+        None => resolver.insert(resolver_of(source).map_err(|error| error.to_string())?),
+    };
+    let name = &*source.name;
+    let port = source.port.unwrap_or_default();
+    match source.records {
+        DnsRecords::Srv => services(resolver, name).await,
+        DnsRecords::A => addresses(resolver, (name, port), &[RecordType::A]).await,
+        DnsRecords::Aaaa => addresses(resolver, (name, port), &[RecordType::AAAA]).await,
+        DnsRecords::Addresses => addresses(resolver, (name, port), BOTH).await,
+    }
+    .map_err(|error| match error.is_no_records_found() {
+        true if error.is_nx_domain() => format!("the name {name} does not exist"),
+        true => format!("the name {name} has no records of this kind"),
+        false => format!("look up {name}: {error}"),
+    })
+}
+
+/// IPv6 addresses are asked for where there are no others: an engine with both is one engine.
+const BOTH: &[RecordType] = &[RecordType::A, RecordType::AAAA];
+
+fn resolver_of(source: &DnsSource) -> Result<TokioResolver, NetError> {
+    let mut builder = match source.resolver {
+        None => TokioResolver::builder_tokio()?,
+        Some(address) => {
+            let mut server = NameServerConfig::udp_and_tcp(address.ip());
+            for connection in &mut server.connections {
+                connection.port = address.port();
+            }
+            let config = ResolverConfig::from_parts(None, Vec::new(), vec![server]);
+            TokioResolver::builder_with_config(config, TokioRuntimeProvider::default())
+        }
+    };
+    let options = builder.options_mut();
+    // Lookups are as far apart as the TTL says.
+    options.cache_size = 0;
+    options.timeout = TIMEOUT;
+    builder.build()
+}
+
+/// Looks for records of the first kind that there are any of.
+async fn addresses(
+    resolver: &TokioResolver,
+    (name, port): (&str, u16),
+    kinds: &[RecordType],
+) -> Result<NameAnswer, NetError> {
+    let mut nothing = None;
+    for kind in kinds {
+        match resolver.lookup(name, *kind).await {
+            Ok(found) => {
+                let records = found.answers();
+                let addresses = records.iter().filter_map(|record| match &record.data {
+                    RData::A(address) => Some(IpAddr::from(address.0)),
+                    RData::AAAA(address) => Some(IpAddr::from(address.0)),
+                    _ => None,
+                });
+                return Ok(NameAnswer {
+                    places: addresses.map(|ip| (ip, port)).collect(),
+                    refused: Vec::new(),
+                    ttl: ttl(records.iter().map(|record| record.ttl)),
+                });
+            }
+            Err(error) if error.is_no_records_found() => nothing = Some(error),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(nothing.unwrap_or_else(|| NetError::from("no kind of record was asked for")))
+}
+
+/// Looks for service records and then for the addresses of their hosts.
+async fn services(resolver: &TokioResolver, name: &str) -> Result<NameAnswer, NetError> {
+    let found = resolver.lookup(name, RecordType::SRV).await?;
+    let records = found.answers();
+    let hosts: BTreeSet<(String, u16)> = records
+        .iter()
+        .filter_map(|record| match &record.data {
+            RData::SRV(service) => Some((service.target.to_string(), service.port)),
+            _ => None,
+        })
+        .take(HOSTS_MAX)
+        .collect();
+    let mut answer = NameAnswer {
+        ttl: ttl(records.iter().map(|record| record.ttl)),
+        ..NameAnswer::default()
+    };
+    let looking = hosts.into_iter().map(|(host, port)| async move {
+        let looked = addresses(resolver, (&host, port), BOTH).await;
+        (host, looked)
+    });
+    let mut looked = stream::iter(looking).buffer_unordered(HOSTS_AT_ONCE);
+    while let Some((host, looked)) = looked.next().await {
+        match looked {
+            Ok(found) => {
+                answer.ttl = answer.ttl.min(found.ttl);
+                answer.places.extend(found.places);
+            }
+            Err(error) if error.is_no_records_found() => answer.refused.push(RefusedEngine {
+                engine: host,
+                reason: "the host has no address".to_owned(),
+            }),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(answer)
+}
+
+fn ttl(seconds: impl Iterator<Item = u32>) -> Duration {
+    Duration::from_secs(seconds.min().unwrap_or(0).into())
+}

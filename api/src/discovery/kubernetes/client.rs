@@ -1,0 +1,262 @@
+//! A client of the Kubernetes API, as small as reading pods needs it: `GET` of an object and a watch,
+//! over the same HTTP and TLS as all else here.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http::header::{ACCEPT, AUTHORIZATION, HOST, USER_AGENT};
+use http::{HeaderValue, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Collected, Empty, Limited};
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper_util::rt::TokioIo;
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use serde_json::Value;
+use tokio::net::TcpStream;
+use tokio::task::AbortHandle;
+use tokio_rustls::{TlsConnector, TlsStream};
+
+use crate::backends::EngineUrl;
+use crate::discovery::KubernetesSource;
+use crate::tls::{Certificates, ClientFiles, MaybeTls, NamedFile};
+
+/// Variables that tell a pod where the API server is.
+const SERVER_VARIABLES: [&str; 2] = ["KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"];
+/// Time for connecting, and for the head of an answer.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest silence of a watch: servers send bookmarks about once a minute.
+const SILENCE_MAX: Duration = Duration::from_secs(180);
+/// Maximum length of an answer, in bytes.
+const ANSWER_BYTES_MAX: usize = 64 << 20;
+/// Maximum length of one event, in bytes.
+const EVENT_BYTES_MAX: usize = 4 << 20;
+
+/// Reason why the server's answer cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ApiError {
+    /// A setting or a file is missing.
+    #[error("{0}")]
+    Setup(String),
+    /// There is no connection.
+    #[error("connect to {0}: {1}")]
+    Connect(String, io::Error),
+    /// The exchange broke.
+    #[error("http: {0}")]
+    Http(#[from] hyper::Error),
+    /// The server refused.
+    #[error("{0} to {1}: {2}")]
+    Refused(StatusCode, String, String),
+    /// The place in the stream is forgotten.
+    #[error("the server has forgotten the resource version")]
+    Expired,
+    /// The server took too long.
+    #[error("no answer within {0:?}")]
+    Silent(Duration),
+    /// Something else was answered.
+    #[error("{0}")]
+    Unexpected(String),
+}
+
+/// Escapes a value of a query.
+pub(super) fn encoded(text: &str) -> String {
+    utf8_percent_encode(text, NON_ALPHANUMERIC).to_string()
+}
+
+/// Speaks to one API server.
+#[derive(Clone)]
+pub(super) struct ApiClient {
+    server: EngineUrl,
+    authorization: Option<HeaderValue>,
+    tls: Option<Arc<ClientConfig>>,
+}
+
+impl ApiClient {
+    /// Reads token and authorities anew, which change as they expire.
+    pub(super) fn new(source: &KubernetesSource) -> Result<Self, ApiError> {
+        let server = match &source.api_server {
+            Some(server) => server.clone(),
+            None => in_cluster()?,
+        };
+        let token = &source.token_file;
+        let authorization = match std::fs::read_to_string(token) {
+            Ok(token) => {
+                let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()));
+                let mut value = value.map_err(|_| {
+                    let shown = source.token_file.display();
+                    ApiError::Setup(format!("{shown} holds no token"))
+                })?;
+                value.set_sensitive(true);
+                Some(value)
+            }
+            // A proxy beside this process may do without.
+            Err(_) if !server.is_tls() => None,
+            Err(error) => {
+                let shown = token.display();
+                return Err(ApiError::Setup(format!("read {shown}: {error}")));
+            }
+        };
+        let tls = match server.is_tls() {
+            false => None,
+            true => Some(trust(source)?),
+        };
+        Ok(Self {
+            server,
+            authorization,
+            tls,
+        })
+    }
+
+    /// Returns an object.
+    pub(super) async fn get(&self, path: &str) -> Result<Value, ApiError> {
+        let (answer, _connection) = self.ask(path).await?;
+        let body = Limited::new(answer.into_body(), ANSWER_BYTES_MAX).collect();
+        let body = tokio::time::timeout(SILENCE_MAX, body).await;
+        let body = body.map_err(|_| ApiError::Silent(SILENCE_MAX))?;
+        let body = body.map_err(|error| ApiError::Unexpected(format!("{path}: {error}")))?;
+        let object = serde_json::from_slice(&body.to_bytes());
+        object.map_err(|error| ApiError::Unexpected(format!("{path}: {error}")))
+    }
+
+    /// Begins a watch.
+    pub(super) async fn watch(&self, path: &str) -> Result<WatchStream, ApiError> {
+        let (answer, connection) = self.ask(path).await?;
+        Ok(WatchStream {
+            body: answer.into_body(),
+            rest: BytesMut::new(),
+            _connection: connection,
+        })
+    }
+
+    /// Sends a request on a connection of its own, and returns an answer of success.
+    async fn ask(&self, path: &str) -> Result<(Response<Incoming>, ApiConnection), ApiError> {
+        let asking = tokio::time::timeout(TIMEOUT, self.exchange(path)).await;
+        let (answer, connection) = asking.map_err(|_| ApiError::Silent(TIMEOUT))??;
+        let status = answer.status();
+        if status.is_success() {
+            return Ok((answer, connection));
+        }
+        if status == StatusCode::GONE {
+            return Err(ApiError::Expired);
+        }
+        let place = path.split('?').next().unwrap_or(path).to_owned();
+        let body = Limited::new(answer.into_body(), EVENT_BYTES_MAX).collect();
+        let body = tokio::time::timeout(TIMEOUT, body).await;
+        let body = body.ok().and_then(Result::ok).map(Collected::to_bytes);
+        let told: Value = serde_json::from_slice(&body.unwrap_or_default()).unwrap_or_default();
+        let message = told["message"].as_str().unwrap_or("no message").to_owned();
+        Err(ApiError::Refused(status, place, message))
+    }
+
+    async fn exchange(&self, path: &str) -> Result<(Response<Incoming>, ApiConnection), ApiError> {
+        let stream = self.connect().await;
+        let stream =
+            stream.map_err(|error| ApiError::Connect(self.server.as_str().to_owned(), error))?;
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
+        let driver = tokio::spawn(async move { drop(connection.await) }).abort_handle();
+        let connection = ApiConnection(driver);
+        let mut request = Request::get(path).header(ACCEPT, "application/json");
+        request = request.header(USER_AGENT, concat!("quorate/", env!("CARGO_PKG_VERSION")));
+        if let Some(host) = self.server.host_header() {
+            request = request.header(HOST, host);
+        }
+        if let Some(authorization) = &self.authorization {
+            request = request.header(AUTHORIZATION, authorization);
+        }
+        let request = request.body(Empty::<Bytes>::new());
+        let request = request.map_err(|_| ApiError::Setup(format!("{path:?} is no path")))?;
+        Ok((sender.send_request(request).await?, connection))
+    }
+
+    async fn connect(&self) -> io::Result<MaybeTls<TcpStream>> {
+        let (host, port) = (self.server.host(), self.server.port());
+        let stream = TcpStream::connect((host, port)).await?;
+        let Some(config) = &self.tls else {
+            return Ok(MaybeTls::Clear(stream));
+        };
+        let name = ServerName::try_from(host.to_owned()).map_err(io::Error::other)?;
+        let connected = TlsConnector::from(Arc::clone(config)).connect(name, stream);
+        Ok(MaybeTls::Tls(Box::new(TlsStream::Client(connected.await?))))
+    }
+}
+
+/// Returns the API server of the cluster that this pod runs in.
+fn in_cluster() -> Result<EngineUrl, ApiError> {
+    let [host, port] = SERVER_VARIABLES.map(|name| std::env::var(name).ok());
+    let (Some(host), Some(port)) = (host, port) else {
+        let [host, port] = SERVER_VARIABLES;
+        let expected = format!("{host} and {port} are not set: this is no pod; set api_server");
+        return Err(ApiError::Setup(expected));
+    };
+    let host = match host.contains(':') {
+        true => format!("[{host}]"),
+        false => host,
+    };
+    let url = EngineUrl::parse(&format!("https://{host}:{port}"));
+    url.map_err(|error| ApiError::Setup(format!("{}: {error}", SERVER_VARIABLES.join(", "))))
+}
+
+fn trust(source: &KubernetesSource) -> Result<Arc<ClientConfig>, ApiError> {
+    let files = ClientFiles {
+        authorities: Some(NamedFile {
+            key: "discovery.ca_file".into(),
+            path: source.ca_file.clone(),
+        }),
+        trusts_system: false,
+        certificate: None,
+        protocols: &[b"http/1.1"],
+    };
+    let certificates = Certificates::load("discovery", files);
+    let certificates = certificates.map_err(|error| ApiError::Setup(error.to_string()))?;
+    Ok(certificates.current())
+}
+
+/// A connection, closed on drop.
+struct ApiConnection(AbortHandle);
+
+impl Drop for ApiConnection {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// A watch: a line of JSON per event.
+pub(super) struct WatchStream {
+    body: Incoming,
+    rest: BytesMut,
+    _connection: ApiConnection,
+}
+
+impl WatchStream {
+    /// Returns the next event; `None`: the server has ended the watch.
+    pub(super) async fn next(&mut self) -> Result<Option<Value>, ApiError> {
+        loop {
+            if let Some(end) = memchr::memchr(b'\n', &self.rest) {
+                let line = self.rest.split_to(end + 1);
+                if line.trim_ascii().is_empty() {
+                    continue;
+                }
+                let event = serde_json::from_slice(&line);
+                return event.map(Some).map_err(|error| {
+                    ApiError::Unexpected(format!("an event that is no JSON: {error}"))
+                });
+            }
+            if self.rest.len() > EVENT_BYTES_MAX {
+                let found = format!("an event of more than {EVENT_BYTES_MAX} bytes");
+                return Err(ApiError::Unexpected(found));
+            }
+            let frame = tokio::time::timeout(SILENCE_MAX, self.body.frame()).await;
+            match frame.map_err(|_| ApiError::Silent(SILENCE_MAX))? {
+                None => return Ok(None),
+                Some(frame) => {
+                    if let Ok(data) = frame?.into_data() {
+                        self.rest.extend_from_slice(&data);
+                    }
+                }
+            }
+        }
+    }
+}

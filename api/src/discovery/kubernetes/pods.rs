@@ -1,0 +1,274 @@
+//! The pods as of a place in the server's stream of changes, and the engines that they are.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use serde_json::Value;
+use state::command::{BackendRole, BackendSpec};
+use state::discovery::{EngineCondition, RefusedEngine, ToldEngine};
+
+use super::client::ApiError;
+use crate::backends::EngineDialer;
+use crate::discovery::EngineTemplate;
+use crate::discovery::board::SourceReading;
+
+/// Label by which a pod tells its role, as the config's `role` does.
+const ROLE_LABEL: &str = "quorate.role";
+/// The status with which a server says that it has forgotten a place in the stream.
+const GONE: u64 = 410;
+
+/// What an event means for who follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WatchEvent {
+    /// Engines may have changed.
+    Changed,
+    /// The server lives.
+    Heard,
+}
+
+/// A pod, as far as it matters here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Pod {
+    labels: BTreeMap<String, String>,
+    ip: Option<IpAddr>,
+    condition: EngineCondition,
+}
+
+impl Pod {
+    fn read(object: &Value) -> Self {
+        let (metadata, status) = (&object["metadata"], &object["status"]);
+        let conditions = status["conditions"].as_array();
+        let is_ready = conditions
+            .into_iter()
+            .flatten()
+            .any(|condition| condition["type"] == "Ready" && condition["status"] == "True");
+        let is_ended = matches!(status["phase"].as_str(), Some("Succeeded" | "Failed"));
+        let labels = metadata["labels"].as_object().into_iter().flatten();
+        Self {
+            labels: labels
+                .filter_map(|(name, value)| Some((name.clone(), value.as_str()?.to_owned())))
+                .collect(),
+            ip: status["podIP"].as_str().and_then(|ip| ip.parse().ok()),
+            condition: if is_ended || !metadata["deletionTimestamp"].is_null() {
+                EngineCondition::Leaving
+            } else if is_ready {
+                EngineCondition::Ready
+            } else {
+                EngineCondition::NotReady
+            },
+        }
+    }
+}
+
+/// Pods by name.
+#[derive(Debug, Default)]
+pub(super) struct PodTable {
+    pods: BTreeMap<String, Pod>,
+    version: String,
+    /// How often anything was heard.
+    pub(super) heard: u64,
+}
+
+impl PodTable {
+    pub(super) fn len(&self) -> usize {
+        self.pods.len()
+    }
+
+    /// Returns the place in the stream.
+    pub(super) fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// Notes the place in the stream.
+    pub(super) fn at(&mut self, metadata: &Value) {
+        self.heard += 1;
+        if let Some(version) = metadata["resourceVersion"].as_str() {
+            version.clone_into(&mut self.version);
+        }
+    }
+
+    /// Adds or replaces a pod.
+    pub(super) fn put(&mut self, object: &Value) {
+        if let Some(name) = object["metadata"]["name"].as_str() {
+            self.pods.insert(name.to_owned(), Pod::read(object));
+        }
+    }
+
+    /// Takes an event of a watch.
+    pub(super) fn apply(&mut self, event: &Value) -> Result<WatchEvent, ApiError> {
+        let object = &event["object"];
+        let happened = match event["type"].as_str() {
+            Some("ADDED" | "MODIFIED") => {
+                self.put(object);
+                WatchEvent::Changed
+            }
+            Some("DELETED") => {
+                if let Some(name) = object["metadata"]["name"].as_str() {
+                    self.pods.remove(name);
+                }
+                WatchEvent::Changed
+            }
+            Some("BOOKMARK") => WatchEvent::Heard,
+            Some("ERROR") if object["code"].as_u64() == Some(GONE) => {
+                return Err(ApiError::Expired);
+            }
+            Some("ERROR") => {
+                let message = object["message"].as_str().unwrap_or("no message");
+                return Err(ApiError::Unexpected(format!("the watch ended: {message}")));
+            }
+            // Later kinds of events may be ignored.
+            Some(_) | None => WatchEvent::Heard,
+        };
+        self.at(&object["metadata"]);
+        Ok(happened)
+    }
+
+    /// Returns the engines that the pods are.
+    pub(super) fn reading(
+        &self,
+        port: u16,
+        template: &EngineTemplate,
+        dialer: &EngineDialer,
+    ) -> SourceReading {
+        let mut reading = SourceReading::default();
+        for (name, pod) in &self.pods {
+            let Some(ip) = pod.ip else {
+                // It has not begun, or has ended: a backend that it was goes on as one that leaves.
+                if pod.condition == EngineCondition::Leaving {
+                    reading.engines.push(left(name, template));
+                }
+                continue;
+            };
+            match dialer.check_told(ip) {
+                Ok(()) => reading.engines.push(ToldEngine {
+                    spec: spec(name, (ip, port), pod, template),
+                    condition: pod.condition,
+                }),
+                Err(refused) => reading.refused.push(RefusedEngine {
+                    engine: name.clone(),
+                    reason: refused.to_string(),
+                }),
+            }
+        }
+        reading
+    }
+}
+
+fn spec(name: &str, place: (IpAddr, u16), pod: &Pod, template: &EngineTemplate) -> BackendSpec {
+    let mut spec = template.at(Some(name), place, &pod.labels);
+    let told = spec.labels.remove(ROLE_LABEL);
+    let mut roles = BackendRole::ALL.into_iter();
+    if let Some(role) = roles.find(|role| told.as_deref() == Some(role.label())) {
+        spec.role = role;
+    }
+    spec
+}
+
+/// A pod that has no address any more. It is not put, so where it was does not matter.
+fn left(name: &str, template: &EngineTemplate) -> ToldEngine {
+    let nowhere = (IpAddr::from([0, 0, 0, 0]), 1);
+    ToldEngine {
+        spec: template.at(Some(name), nowhere, &BTreeMap::new()),
+        condition: EngineCondition::Leaving,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::discovery::tests::template;
+
+    fn pod(name: &str, ip: &str, ready: &str) -> Value {
+        json!({"metadata": {"name": name, "resourceVersion": "7", "labels": {"app": "vllm"}},
+            "status": {"podIP": ip, "phase": "Running",
+                "conditions": [{"type": "Ready", "status": ready}]}})
+    }
+
+    fn told(pods: &PodTable) -> Vec<String> {
+        let dialer = EngineDialer::default();
+        let reading = pods.reading(8000, &template("pods"), &dialer);
+        let engines = reading.engines.iter().map(|engine| {
+            format!(
+                "{} {} {:?}",
+                engine.spec.id, engine.spec.url, engine.condition
+            )
+        });
+        let refused = reading
+            .refused
+            .iter()
+            .map(|it| format!("{} refused", it.engine));
+        engines.chain(refused).collect()
+    }
+
+    #[test]
+    fn pods_are_ready_or_not_or_leaving() {
+        let mut pods = PodTable::default();
+        pods.put(&pod("a", "10.0.0.1", "True"));
+        pods.put(&pod("b", "10.0.0.2", "False"));
+        let mut leaving = pod("c", "fd00::3", "True");
+        leaving["metadata"]["deletionTimestamp"] = json!("2026-11-23T14:00:00Z");
+        pods.put(&leaving);
+        let mut failed = pod("d", "10.0.0.4", "False");
+        failed["status"]["phase"] = json!("Failed");
+        failed["status"].as_object_mut().unwrap().remove("podIP");
+        pods.put(&failed);
+        let mut pending = pod("e", "", "False");
+        pending["status"] = json!({"phase": "Pending"});
+        pods.put(&pending);
+        pods.put(&pod("f", "127.0.0.1", "True"));
+        assert_eq!(
+            told(&pods),
+            [
+                "pods-a http://10.0.0.1:8000 Ready",
+                "pods-b http://10.0.0.2:8000 NotReady",
+                "pods-c http://[fd00::3]:8000 Leaving",
+                "pods-d http://0.0.0.0:1 Leaving",
+                "f refused",
+            ]
+        );
+    }
+
+    #[test]
+    fn labels_of_pods_become_those_of_backends_and_one_is_the_role() {
+        let mut object = pod("a", "10.0.0.1", "True");
+        object["metadata"]["labels"][ROLE_LABEL] = json!("prefill");
+        object["metadata"]["labels"]["zone"] = json!("pod's");
+        let mut pods = PodTable::default();
+        pods.put(&object);
+        let mut template = template("pods");
+        template.labels = BTreeMap::from([("zone".to_owned(), "config's".to_owned())]);
+        let reading = pods.reading(1, &template, &EngineDialer::default());
+        let spec = &reading.engines[0].spec;
+        assert_eq!(spec.role, BackendRole::Prefill);
+        let labels: Vec<_> = spec
+            .labels
+            .iter()
+            .map(|(name, value)| (&**name, &**value))
+            .collect();
+        assert_eq!(labels, [("app", "vllm"), ("zone", "config's")]);
+        assert_eq!(spec.validate(), Ok(()));
+    }
+
+    #[test]
+    fn events_move_the_pods_on() {
+        let mut pods = PodTable::default();
+        let event = |kind: &str, object: Value| json!({"type": kind, "object": object});
+        let apply =
+            |pods: &mut PodTable, event: Value| pods.apply(&event).map_err(|e| e.to_string());
+        let added = event("ADDED", pod("a", "10.0.0.1", "True"));
+        assert_eq!(apply(&mut pods, added), Ok(WatchEvent::Changed));
+        assert_eq!(pods.version(), "7");
+        let mark = event("BOOKMARK", json!({"metadata": {"resourceVersion": "9"}}));
+        assert_eq!(apply(&mut pods, mark), Ok(WatchEvent::Heard));
+        assert_eq!((pods.version(), pods.len()), ("9", 1));
+        let deleted = event("DELETED", pod("a", "10.0.0.1", "True"));
+        assert_eq!(apply(&mut pods, deleted), Ok(WatchEvent::Changed));
+        assert_eq!(pods.len(), 0);
+        let gone = event("ERROR", json!({"code": 410, "message": "too old"}));
+        assert!(matches!(pods.apply(&gone), Err(ApiError::Expired)));
+        let other = event("ERROR", json!({"code": 500, "message": "etcd"}));
+        assert!(apply(&mut pods, other).unwrap_err().contains("etcd"));
+    }
+}
