@@ -9,6 +9,8 @@ use rustix::fs::Mode;
 
 /// Permission bits of anyone but the owner.
 const OTHERS: u32 = 0o077;
+/// Permission bits of everybody: a secret that a group may read is mounted so in containers.
+const EVERYBODY: u32 = 0o007;
 
 /// Makes all files and folders that this process creates private to its user.
 pub(crate) fn keep_new_files_private() {
@@ -27,11 +29,11 @@ pub(crate) fn private_folder(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether anyone but its owner may read the file, which must not hold for a secret.
+/// Whether everybody may read the file, which must not hold for a secret.
 pub(crate) fn is_open_to_others(path: &Path) -> bool {
     // If this fails, reading the file has already reported it.
     path.metadata()
-        .is_ok_and(|found| found.permissions().mode() & OTHERS != 0)
+        .is_ok_and(|found| found.permissions().mode() & EVERYBODY != 0)
 }
 
 #[cfg(test)]
@@ -50,5 +52,18 @@ mod tests {
         private_folder(&folder).unwrap();
         assert_eq!(mode(), 0o700);
         assert!(!is_open_to_others(&folder));
+    }
+
+    #[test]
+    fn a_secret_that_a_group_may_read_is_not_open() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let with = |mode| {
+            std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+            is_open_to_others(file.path())
+        };
+        // As Kubernetes mounts a Secret for the group of a pod.
+        assert!(!with(0o440));
+        assert!(with(0o444));
+        assert!(with(0o604));
     }
 }
