@@ -111,6 +111,7 @@ fn every_route_asks_for_a_role() {
         DELETE /admin/v1/backends/{id}: operator
         POST /admin/v1/backends/{id}/drain: operator
         POST /admin/v1/backends/{id}/undrain: operator
+        GET /admin/v1/discovery: viewer
         GET /admin/v1/users: viewer
         GET /admin/v1/users/{name}: viewer
         PUT /admin/v1/users/{name}: operator

@@ -87,6 +87,7 @@ async fn backends_are_listed_with_all_that_is_known() {
                 "share": null,
             },
             "owned_blocks": 3,
+            "discovered": null,
             "slot": 0,
             "incarnation": first["incarnation"],
             "engine_info": {
