@@ -44,9 +44,11 @@ struct RecordedLog {
     sent: BTreeMap<(u8, u64, u8), Envelope>,
 }
 
-/// Whether the settings in a command are valid: the model does not judge them.
+/// Whether the settings in a command are valid, which the model does not judge, and of engines of one
+/// rank: `state/tests/ranks.rs` has the others.
 fn is_valid(command: &Command) -> bool {
     match command {
+        Command::SetRanks { .. } => false,
         Command::PutUser(user) => user.weight_milli > 0,
         Command::PutUserLimits { limits, .. } => limits.validate().is_ok(),
         Command::SetUser { user, limits } => user.weight_milli > 0 && limits.validate().is_ok(),
