@@ -22,7 +22,7 @@ fn read_page(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("metrics-page");
     group.throughput(Throughput::Bytes(page.len() as u64));
     group.bench_function("read", |bench| {
-        bench.iter(|| EngineMetrics::read(black_box(&page)));
+        bench.iter(|| EngineMetrics::read(black_box(&page), None));
     });
     group.finish();
 }
