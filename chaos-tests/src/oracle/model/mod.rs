@@ -289,6 +289,8 @@ impl ReferenceModel {
                 let change = self.registry.observe(*backend, facts);
                 self.follow(change);
             }
+            // What is told of another life of a backend is not applied.
+            Item::KvEvents(batch) if !self.registry.is_live(batch.backend) => {}
             Item::KvEvents(batch) => {
                 self.streams.tell(batch);
                 self.unfollow(batch.backend);
