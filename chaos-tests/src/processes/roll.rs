@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -17,6 +17,7 @@ use anyhow::{Context as _, ensure};
 use lab::engine::{EmulatedEngine, EngineHandle, EngineOptions};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
+use tokio::net::TcpStream;
 use tokio::time::Instant;
 
 use super::load::{LoadOptions, RunningLoad};
@@ -71,9 +72,9 @@ struct NameServer {
 }
 
 impl NameServer {
-    fn start(folder: &std::path::Path, port: u16) -> anyhow::Result<Self> {
+    async fn start(folder: &Path, port: u16, engines: &[FoundEngine]) -> anyhow::Result<Self> {
         let hosts = folder.join("engines.hosts");
-        fs::write(&hosts, "")?;
+        write(&hosts, engines)?;
         let process = Command::new("dnsmasq")
             .args([
                 "--keep-in-foreground",
@@ -92,23 +93,33 @@ impl NameServer {
             .stdout(Stdio::null())
             .spawn()
             .context("start dnsmasq (Debian: dnsmasq-base)")?;
-        Ok(Self { process, hosts })
+        let server = Self { process, hosts };
+        // Before it listens a signal would end it.
+        until("dnsmasq listens", async || {
+            Ok(TcpStream::connect(("127.0.0.1", port)).await.is_ok())
+        })
+        .await?;
+        Ok(server)
     }
 
     /// Has the name lead to these engines only.
     fn lead_to(&self, engines: &[FoundEngine]) -> anyhow::Result<()> {
-        let mut text = String::new();
-        for engine in engines {
-            let _ = writeln!(text, "{} {NAME}", engine.address.ip());
-        }
         // It reads the file when it is told to, not before.
-        fs::write(&self.hosts, text)?;
+        write(&self.hosts, engines)?;
         let pid = i32::try_from(self.process.id())
             .ok()
             .and_then(Pid::from_raw);
         kill_process(pid.context("no process id")?, Signal::HUP)?;
         Ok(())
     }
+}
+
+fn write(hosts: &Path, engines: &[FoundEngine]) -> anyhow::Result<()> {
+    let mut text = String::new();
+    for engine in engines {
+        let _ = writeln!(text, "{} {NAME}", engine.address.ip());
+    }
+    fs::write(hosts, text).with_context(|| format!("write {}", hosts.display()))
 }
 
 impl Drop for NameServer {
@@ -156,12 +167,11 @@ pub async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
     );
     let (engine_port, name_port) = (free_port()?, free_port()?);
     let folder = tempfile::tempdir()?;
-    let names = NameServer::start(folder.path(), name_port)?;
     let mut fleet = Vec::new();
     for number in 1..=u32::from(options.engines) {
         fleet.push(FoundEngine::start(number, engine_port).await?);
     }
-    names.lead_to(&fleet)?;
+    let names = NameServer::start(folder.path(), name_port, &fleet).await?;
     let config = format!(
         "[admin]\nbackends_allow = [\"127.1.0.0/16\"]\n[drain]\ndns_ttl = \"500ms\"\n\
          [[discovery]]\nkind = \"dns\"\nid = \"fleet\"\nname = \"{NAME}:{engine_port}\"\n\
