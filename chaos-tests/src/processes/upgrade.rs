@@ -7,7 +7,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use serde::Serialize;
@@ -53,6 +53,7 @@ pub struct UpgradeStep {
 struct Rollout<'a> {
     stage: FaultContext,
     options: &'a UpgradeOptions,
+    later: PathBuf,
     is_later: Vec<bool>,
     steps: Vec<UpgradeStep>,
 }
@@ -82,6 +83,7 @@ pub async fn run(options: &UpgradeOptions) -> anyhow::Result<Vec<UpgradeStep>> {
             random: SmallRng::seed_from_u64(1),
         },
         options,
+        later: to.clone(),
         steps: Vec::new(),
     };
     rollout.serve("start".to_owned()).await?;
@@ -111,18 +113,32 @@ impl Rollout<'_> {
             };
             let what = format!("{word} replica {}{role}", replica + 1);
             let replaced = self.replace(replica, is_later).await;
-            replaced.with_context(|| what.clone())?;
-            self.serve(what).await?;
+            let refused = replaced.with_context(|| what.clone())?;
+            let is_refused = refused.is_some();
+            self.serve(refused.map_or(what.clone(), |why| format!("{what}: {why}")))
+                .await?;
+            if is_refused {
+                return Ok(());
+            }
         }
         Ok(())
     }
 
-    /// Stops a replica as an orchestrator does, and starts the other program in its place.
-    async fn replace(&mut self, replica: usize, is_later: bool) -> anyhow::Result<()> {
-        self.stage.leave(replica).await?;
-        self.stage.cluster.restart(&[replica]).await?;
+    /// Stops a replica as an orchestrator does, and starts the other program in its place. The earlier
+    /// one may refuse what the later one wrote: it says so, and the later one goes on in its place.
+    async fn replace(&mut self, replica: usize, is_later: bool) -> anyhow::Result<Option<String>> {
+        let Self { stage, later, .. } = self;
+        stage.leave(replica).await?;
+        if is_later {
+            stage.cluster.restart(&[replica]).await?;
+        } else if let Some(why) = stage.cluster.restart_or_refused(replica).await? {
+            ensure!(why.contains("format version"), "{why}");
+            stage.cluster.set_program(later.clone());
+            stage.cluster.restart(&[replica]).await?;
+            return Ok(Some("refused, and the later build goes on".to_owned()));
+        }
         self.is_later[replica] = is_later;
-        Ok(())
+        Ok(None)
     }
 
     /// Has the cluster serve as it is, and checks what must hold.
