@@ -52,9 +52,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest a replica takes to leave in peace, or to refuse to start.
 const ENDING_PATIENCE: Duration = Duration::from_secs(60);
 
-/// How soon a replica refuses what it finds on its disk.
-const REFUSAL_PATIENCE: Duration = Duration::from_secs(3);
-
 /// Replicas and engines.
 #[derive(Debug)]
 pub struct ProcessCluster {
@@ -362,27 +359,6 @@ impl ProcessCluster {
             self.targets.set_up(*number, true);
         }
         Ok(())
-    }
-
-    /// Starts a replica that may refuse what it finds on its disk, as a program that is too old does;
-    /// answers why, if it does, and leaves it down.
-    ///
-    /// # Errors
-    /// When it neither ends nor gets ready.
-    async fn restart_or_refused(&mut self, number: usize) -> anyhow::Result<Option<String>> {
-        self.start_replica(number)?;
-        let child = self.replicas[number].child.as_mut();
-        let child = child.context("it was just started")?;
-        // Reading the disk is the first thing that it does.
-        if child.ended(REFUSAL_PATIENCE).await.is_err() {
-            self.wait_ready(number).await?;
-            self.targets.set_up(number, true);
-            return Ok(None);
-        }
-        self.replicas[number].child = None;
-        let said = self.log(number)?;
-        let last = said.lines().rev().find(|line| line.starts_with("error: "));
-        Ok(Some(last.unwrap_or("it ended").to_owned()))
     }
 
     /// Makes a replica that is down one that joins under a number that nobody had.

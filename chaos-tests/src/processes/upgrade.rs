@@ -6,6 +6,7 @@
 //! requests put into the caches. Then, if asked, all the way back.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use rand::SeedableRng as _;
@@ -16,6 +17,9 @@ use super::book::ClientLedger;
 use super::faults::FaultContext;
 use super::load::{LoadOptions, RunningLoad};
 use super::{ClusterOptions, ProcessCluster, binary, checks};
+
+/// How soon a replica refuses what it finds on its disk.
+const REFUSAL_PATIENCE: Duration = Duration::from_secs(3);
 
 /// What is upgraded, and how.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -159,6 +163,29 @@ impl Rollout<'_> {
             ..step
         });
         Ok(())
+    }
+}
+
+impl ProcessCluster {
+    /// Starts a replica that may refuse what it finds on its disk, as a program that is too old does;
+    /// answers why, if it does, and leaves it down.
+    ///
+    /// # Errors
+    /// When it neither ends nor gets ready.
+    async fn restart_or_refused(&mut self, number: usize) -> anyhow::Result<Option<String>> {
+        self.start_replica(number)?;
+        let child = self.replicas[number].child.as_mut();
+        let child = child.context("it was just started")?;
+        // Reading the disk is the first thing that it does.
+        if child.ended(REFUSAL_PATIENCE).await.is_err() {
+            self.wait_ready(number).await?;
+            self.targets.set_up(number, true);
+            return Ok(None);
+        }
+        self.replicas[number].child = None;
+        let said = self.log(number)?;
+        let last = said.lines().rev().find(|line| line.starts_with("error: "));
+        Ok(Some(last.unwrap_or("it ended").to_owned()))
     }
 }
 
