@@ -16,8 +16,8 @@ use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
 use api::prompt::{ModelSettings, ParsedBody, PromptIdentity, Tokenizer, parse};
 use api::routing::{
-    AttemptEnd, DispatchTerms, OutboxSettings, Router, RouterParts, RoutingRequest, SelectSettings,
-    Usage, UserName,
+    AttemptEnd, DispatchTerms, OutboxSettings, RequestStages, Router, RouterParts, RoutingRequest,
+    SelectSettings, Usage, UserName,
 };
 use bytes::Bytes;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -226,7 +226,8 @@ fn ask(identity: &PromptIdentity) -> RoutingRequest<'_> {
         labels: &[],
         excluded: &[],
         waiting_here: 0,
-        is_separable: false,
+        endpoints: None,
+        stages: RequestStages::Whole,
     }
 }
 

@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::header::{ACCEPT_ENCODING, ALLOW, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderName, HeaderValue, StatusCode};
+use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -19,7 +20,7 @@ pub const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 const UNAVAILABLE_RETRY_AFTER_S: u32 = 1;
 
 /// An error of the admin API in the form of RFC 9457.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct Problem {
     /// Stable URI of the kind of problem, relative to the API: `/problems/no-quorum`.
     #[serde(rename = "type")]
@@ -28,13 +29,18 @@ pub struct Problem {
     pub title: String,
     /// HTTP status.
     #[serde(serialize_with = "status_as_number")]
+    #[schemars(with = "u16", range(min = 400, max = 599))]
     pub status: StatusCode,
     /// Description of this occurrence.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
     /// Further members, such as `outcome` or `index`.
     #[serde(flatten)]
+    #[schemars(with = "Map<String, Value>")]
     pub members: Box<Map<String, Value>>,
+    /// Value of `retry-after`, in seconds; `None`: as the status says.
+    #[serde(skip)]
+    retry_after_s: Option<u32>,
 }
 
 fn status_as_number<S: serde::Serializer>(
@@ -54,7 +60,16 @@ impl Problem {
             status,
             detail: None,
             members: Box::default(),
+            retry_after_s: None,
         }
+    }
+
+    /// Says after how many seconds a retry makes sense. Without it, it is one second where the
+    /// status asks for a retry: 429 and 503.
+    #[must_use]
+    pub fn retry_after(mut self, seconds: u32) -> Self {
+        self.retry_after_s = Some(seconds);
+        self
     }
 
     /// Adds a description of this occurrence.
@@ -76,7 +91,17 @@ impl IntoResponse for Problem {
     fn into_response(self) -> Response {
         let body = serde_json::to_vec(&self).expect("strings, numbers and JSON values serialise");
         let content_type = HeaderValue::from_static("application/problem+json");
-        (self.status, [(CONTENT_TYPE, content_type)], body).into_response()
+        let mut response = (self.status, [(CONTENT_TYPE, content_type)], body).into_response();
+        let is_passing = matches!(
+            self.status,
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
+        );
+        let usual = is_passing.then_some(UNAVAILABLE_RETRY_AFTER_S);
+        if let Some(seconds) = self.retry_after_s.or(usual) {
+            let seconds = HeaderValue::from(seconds);
+            response.headers_mut().insert(RETRY_AFTER, seconds);
+        }
+        response
     }
 }
 
@@ -236,12 +261,24 @@ pub enum ProxyError {
     /// The replica stops before a backend has capacity.
     #[error("this replica is shutting down; use another one")]
     Leaving,
+    /// Backends serve the model, but none of them is at an endpoint that the gateway offers.
+    #[error("no backend of this model is among the endpoints that the gateway offers")]
+    NoneOffered,
     /// Backends are healthy, but none of them has the requested labels.
     #[error("no healthy backend of this model has the requested labels")]
     NoneSelected,
     /// The user's cached blocks must be kept apart, and no healthy engine of the model does that.
     #[error("no healthy backend of this model keeps this user's cached prompts apart from others'")]
     NoneIsolating,
+    /// The model's engines compute prompts and answers apart, and cannot do so on this path.
+    #[error(
+        "the backends of this model compute prompts and answers apart, which they cannot do for this request; \
+         use /v1/chat/completions or /v1/completions, with fewer choices or prompts if there are many"
+    )]
+    NotSeparable,
+    /// The model's engines answer prompts that others compute, and none of these is healthy.
+    #[error("no healthy backend of this model computes prompts for those that answer")]
+    NoPrefill,
     /// The user's cached blocks must be kept apart, and on this path engines cannot.
     #[error(
         "this user's cached prompts are kept apart from others', which engines cannot do on this \
@@ -330,8 +367,11 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
         ProxyError::Leaving => (503, "server_error", "replica_leaving"),
         ProxyError::Starting => (503, "server_error", "replica_starting"),
         ProxyError::NoneHealthy => (503, "server_error", "no_healthy_backend"),
+        ProxyError::NoneOffered => (503, "server_error", "no_endpoint_offered"),
         ProxyError::NoneSelected => (503, "server_error", "no_backend_selected"),
         ProxyError::NoneIsolating => (503, "server_error", "no_isolating_backend"),
+        ProxyError::NotSeparable => (400, "invalid_request_error", "needs_whole_backend"),
+        ProxyError::NoPrefill => (503, "server_error", "no_prefill_backend"),
         ProxyError::PathNotIsolated => (403, "invalid_request_error", "path_not_isolated"),
         ProxyError::OutOfConnections => (503, "server_error", "out_of_connections"),
         ProxyError::Unreachable => (503, "server_error", "backend_unreachable"),
@@ -363,8 +403,10 @@ pub fn rescue(failure: &ProxyError) -> ErrorResponse {
 fn retry_after_s(failure: &ProxyError) -> Option<u32> {
     match failure {
         ProxyError::NoneHealthy
+        | ProxyError::NoneOffered
         | ProxyError::NoneSelected
         | ProxyError::NoneIsolating
+        | ProxyError::NoPrefill
         | ProxyError::OutOfConnections
         | ProxyError::Unreachable
         | ProxyError::Refused

@@ -2,13 +2,15 @@
 //!
 //! Most events are found by comparing two views of the cluster ([`status_changes`]) or of the
 //! registry ([`registry_changes`]); both functions are pure. [`follow`] polls the views. A
-//! subscriber that is too slow loses the oldest events and is told how many.
+//! subscriber that is too slow loses the oldest events and is told how many. One that comes back
+//! goes on behind the last event it had, as long as those after it are kept.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::exact::{KvCondition, KvMode};
 use state::ids::{ReplicaId, Slot};
@@ -21,13 +23,13 @@ use tokio_util::sync::CancellationToken;
 use crate::clock::Clock;
 use crate::ports::{Cluster, ClusterStatus};
 
-/// Number of events kept for a slow subscriber.
+/// Number of events kept for a subscriber that is slow or comes back.
 pub const EVENTS_KEPT_MAX: usize = 1024;
 /// Polling interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// An event of interest to operators.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum ClusterEvent {
     /// The leader changed or was lost.
@@ -133,7 +135,7 @@ pub enum ClusterEvent {
 }
 
 /// Kind of a member's change.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemberChange {
     /// The member is new.
@@ -151,7 +153,7 @@ pub enum MemberChange {
 }
 
 /// Kind of a backend's change.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BackendChange {
     /// The backend is new.
@@ -169,7 +171,7 @@ pub enum BackendChange {
 }
 
 /// An event with its position in this replica's stream.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct NumberedEvent {
     /// Number from 1, ascending by one, starting over when the replica starts.
     #[serde(skip)]
@@ -185,11 +187,32 @@ pub struct NumberedEvent {
 #[derive(Clone)]
 pub struct EventBus {
     sender: broadcast::Sender<Arc<NumberedEvent>>,
-    /// Last number assigned; locked until its event is sent, so that events stay in order.
-    last: Arc<Mutex<u64>>,
+    /// Locked until an event is sent, so that events stay in order.
+    kept: Arc<Mutex<KeptEvents>>,
     /// Leaders sent so far.
     leaders: Arc<AtomicU64>,
     clock: Clock,
+}
+
+/// The newest events.
+#[derive(Default)]
+struct KeptEvents {
+    /// Last number assigned.
+    last: u64,
+    /// At most [`EVENTS_KEPT_MAX`], the newest last.
+    events: VecDeque<Arc<NumberedEvent>>,
+}
+
+/// A subscription.
+pub struct EventReceiver {
+    /// Number of the last event before those that follow.
+    pub after: u64,
+    /// Events that were asked for and are not kept any more.
+    pub missed: u64,
+    /// Events that were asked for, to be told before those that are received.
+    pub earlier: VecDeque<Arc<NumberedEvent>>,
+    /// Those that come from here on.
+    pub later: broadcast::Receiver<Arc<NumberedEvent>>,
 }
 
 impl Default for EventBus {
@@ -204,7 +227,7 @@ impl EventBus {
     pub fn new(clock: Clock) -> Self {
         Self {
             sender: broadcast::Sender::new(EVENTS_KEPT_MAX),
-            last: Arc::default(),
+            kept: Arc::default(),
             leaders: Arc::default(),
             clock,
         }
@@ -221,16 +244,24 @@ impl EventBus {
         ) {
             self.leaders.fetch_add(1, Relaxed);
         }
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        *last += 1;
-        let number = *last;
-        let at_ms = self.clock.unix_ms();
-        // Having no subscribers is not a fault.
-        drop(self.sender.send(Arc::new(NumberedEvent {
-            number,
-            at_ms,
+        let mut kept = self.kept();
+        kept.last += 1;
+        let event = Arc::new(NumberedEvent {
+            number: kept.last,
+            at_ms: self.clock.unix_ms(),
             event,
-        })));
+        });
+        if kept.events.len() == EVENTS_KEPT_MAX {
+            kept.events.pop_front();
+        }
+        kept.events.push_back(Arc::clone(&event));
+        // Having no subscribers is not a fault.
+        drop(self.sender.send(event));
+    }
+
+    fn kept(&self) -> MutexGuard<'_, KeptEvents> {
+        // Every change leaves it well formed.
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns how often a leader took over, as far as it was seen.
@@ -242,6 +273,23 @@ impl EventBus {
     #[must_use]
     pub fn subscribe(&self) -> broadcast::Receiver<Arc<NumberedEvent>> {
         self.sender.subscribe()
+    }
+
+    /// Subscribes to all events after that of this number, or after the newest; `None`: there was
+    /// none of this number.
+    #[must_use]
+    pub fn subscribe_after(&self, number: Option<u64>) -> Option<EventReceiver> {
+        let kept = self.kept();
+        let after = number.unwrap_or(kept.last);
+        let wanted = kept.last.checked_sub(after)?;
+        let events = kept.events.iter();
+        let earlier: VecDeque<_> = events.filter(|it| it.number > after).cloned().collect();
+        Some(EventReceiver {
+            after,
+            missed: wanted - earlier.len() as u64,
+            earlier,
+            later: self.sender.subscribe(),
+        })
     }
 }
 
@@ -339,16 +387,17 @@ pub fn registry_changes(before: &Registry, after: &Registry) -> Vec<ClusterEvent
     }
     for backend in &after.backends {
         let id = &backend.spec.id;
-        let Some(earlier) = earlier.get(id.as_str()) else {
-            push(id, BackendChange::Added);
-            continue;
-        };
-        if earlier.handle != backend.handle {
-            push(id, BackendChange::Restarted);
-        } else if (&earlier.spec, &earlier.facts) != (&backend.spec, &backend.facts) {
-            push(id, BackendChange::Changed);
+        let earlier = earlier.get(id.as_str());
+        match earlier {
+            None => push(id, BackendChange::Added),
+            Some(it) if it.handle != backend.handle => push(id, BackendChange::Restarted),
+            Some(it) if (&it.spec, &it.facts) != (&backend.spec, &backend.facts) => {
+                push(id, BackendChange::Changed);
+            }
+            Some(_) => {}
         }
-        match (earlier.draining, backend.draining) {
+        // Of a new backend too: it may be drained before anybody looks.
+        match (earlier.is_some_and(|it| it.draining), backend.draining) {
             (false, true) => push(id, BackendChange::Draining),
             (true, false) => push(id, BackendChange::Undrained),
             (false, false) | (true, true) => {}
@@ -425,16 +474,36 @@ fn by_id(registry: &Registry) -> BTreeMap<&str, &Backend> {
     backends.map(|b| (b.spec.id.as_str(), b)).collect()
 }
 
-/// Watches the cluster and the registry until `stop` and sends changes to `events`.
-pub async fn follow(
+/// Watches the cluster and the registry from this call on until `stop` and sends changes to `events`.
+pub fn follow(
     cluster: Arc<dyn Cluster>,
     view: Arc<StateView>,
     events: EventBus,
     stop: CancellationToken,
+) -> impl Future<Output = ()> + Send {
+    // Read by the caller: a task may first run long after it is started.
+    let status = cluster.status();
+    let registry = view.registry();
+    let service = Arc::clone(&view.service());
+    async move {
+        watch(
+            &*cluster,
+            &view,
+            &events,
+            &stop,
+            (status, registry, service),
+        )
+        .await;
+    }
+}
+
+async fn watch(
+    cluster: &dyn Cluster,
+    view: &StateView,
+    events: &EventBus,
+    stop: &CancellationToken,
+    (mut status, mut registry, mut service): (ClusterStatus, Arc<Registry>, Arc<ServiceView>),
 ) {
-    let mut status = cluster.status();
-    let mut registry = view.registry();
-    let mut service = Arc::clone(&view.service());
     let mut ticks = tokio::time::interval(LOOK_INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {

@@ -6,6 +6,9 @@ pub use crate::admin::fuzzing::{admin_body, admin_body_seeds};
 pub use crate::backends::fuzzing::{
     engine_metrics, engine_metrics_seeds, engine_models, engine_models_seeds,
 };
+pub use crate::discovery::fuzzing::{
+    discovery_file, discovery_file_seeds, pod_events, pod_events_seeds,
+};
 pub use crate::kv_events::fuzzing::{
     endpoint, endpoint_seeds, kv_payload, kv_payload_seeds, kv_stream, kv_stream_seeds, zmtp,
     zmtp_seeds,

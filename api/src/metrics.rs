@@ -244,6 +244,11 @@ impl ScrapedReplica {
             &i64::from(status.waiting.is_some()),
         )?;
         page.gauge(
+            "quorate_raft_scaling_is_held",
+            "1 while this replica cannot bring the members to what is wanted",
+            &i64::from(status.scaling.is_some()),
+        )?;
+        page.gauge(
             "quorate_raft_committed_index",
             "Last log index known to be committed",
             &status.committed_index,

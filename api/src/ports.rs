@@ -1,5 +1,6 @@
 //! Ports: the traits that this crate needs, implemented by `node` over `raft` and `state`.
 
+use schemars::JsonSchema;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::Pin;
@@ -75,7 +76,7 @@ pub enum ChangeError {
 }
 
 /// A replica's view of its cluster, as `GET /admin/v1/cluster` shows it.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, JsonSchema)]
 pub struct ClusterStatus {
     /// Id of this replica.
     pub id: ReplicaId,
@@ -112,6 +113,8 @@ pub struct ClusterStatus {
     pub peers: Vec<PeerFinding>,
     /// Why the log is waiting, for example for disk space; it resumes without intervention.
     pub waiting: Option<String>,
+    /// Why the members are not yet those that are wanted, as far as this replica has to see to it.
+    pub scaling: Option<String>,
     /// `CARGO_PKG_VERSION` of this replica.
     pub version: &'static str,
     /// All members by id.
@@ -119,7 +122,7 @@ pub struct ClusterStatus {
 }
 
 /// What a replica without a quorum found at the address of a peer.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, JsonSchema)]
 pub struct PeerFinding {
     /// Host and port, or the name to be resolved.
     pub address: String,
@@ -134,7 +137,7 @@ pub struct PeerFinding {
 }
 
 /// One member of the cluster.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, JsonSchema)]
 pub struct MemberStatus {
     /// Host and port of its peer listener.
     pub peer: String,

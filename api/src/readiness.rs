@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::StateView;
 use tokio_util::sync::CancellationToken;
@@ -80,7 +81,7 @@ pub struct ReadinessCheck {
 }
 
 /// Whether a replica takes traffic, and the reasons if it does not.
-#[derive(Debug, PartialEq, Eq, Serialize)]
+#[derive(Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub(crate) struct Readiness {
     /// `ready`, `degraded` (serves what it knows, but nothing can be committed) or `not-ready`.
     pub(crate) status: &'static str,
@@ -101,6 +102,12 @@ impl Readiness {
 }
 
 impl ReadinessCheck {
+    /// Whether this replica should get traffic.
+    #[must_use]
+    pub fn is_fit(&self) -> bool {
+        self.readiness().is_fit()
+    }
+
     /// Determines readiness. docs/guide/runbook.md gives the remedy for each reason.
     pub(crate) fn readiness(&self) -> Readiness {
         let status = self.cluster.status();
@@ -223,6 +230,9 @@ impl ReadinessCheck {
         if self.is_insecure {
             let why = "insecure: started with `insecure = true`, listeners may be unprotected";
             warnings.push(why.to_owned());
+        }
+        if let Some(why) = &status.scaling {
+            warnings.push(format!("members: {why}"));
         }
         for (id, member) in &status.members {
             let skew_ms = member.clock_skew_ms.unwrap_or(0);

@@ -1,6 +1,6 @@
 //! Three replicas and four small engines as real processes: a greedy user at one replica against a
 //! modest one at another, by VTC and first come first served; the leader is killed in the middle;
-//! and a limit of requests holds over all replicas together.
+//! both are pinned to pickers by a gateway; and a limit of requests holds over all replicas together.
 //!
 //! Shares are asserted, times are printed.
 
@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 
 use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use http::{HeaderValue, StatusCode};
+use lab::gateway::{GatewayOptions, GatewayRequest, StandInGateway};
 use lab::replay::client::{ReplayClient, ReplayError, ReplayRequest};
 use lab::replay::targets::Targets;
+use serde_json::Value;
 
 /// Requests of the greedy user under way at a time: far more than the engines take.
 const GREEDY: usize = 64;
@@ -64,6 +66,8 @@ impl Got {
 /// One user's load on one replica: so many requests under way until `is_over`.
 struct Load {
     targets: Arc<Targets>,
+    /// Asks the replica where to send requests; `None`: they go through it.
+    gateway: Option<Arc<StandInGateway>>,
     replica: usize,
     user: &'static str,
     under_way: usize,
@@ -93,13 +97,32 @@ impl Load {
             let body = format!(
                 r#"{{"model":"emulated","stream":true,"max_tokens":16,"stream_options":{{"include_usage":true}},"messages":[{{"role":"user","content":"{prompt}"}}]}}"#
             );
+            if let Some(gateway) = &self.gateway {
+                self.count_picked(gateway, &body).await;
+                continue;
+            }
             let ask = ReplayRequest {
-                uri: self.targets.uri(self.replica, "/v1/chat/completions"),
+                uri: self.targets.uri(self.replica, PATH),
                 user: HeaderValue::from_static(self.user),
                 body: body.into(),
             };
             self.count(client.stream(ask).await);
         }
+    }
+
+    /// Has a gateway ask, which tells no time of the first token.
+    async fn count_picked(&self, gateway: &StandInGateway, body: &str) {
+        let body = serde_json::from_str(body).expect("a request is JSON");
+        let request = GatewayRequest::post(PATH, self.user, &body);
+        let answer = gateway.send(&request.pinned(self.replica)).await;
+        let usage = answer.ok().and_then(|answer| usage(&answer.body));
+        let Some((prompt, output)) = usage else {
+            self.got.failed.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        self.got.answered.fetch_add(1, Ordering::Relaxed);
+        let tokens = prompt + 2 * output;
+        self.got.tokens.fetch_add(tokens, Ordering::Relaxed);
     }
 
     fn count(&self, answer: Result<lab::replay::client::ReplayAnswer, ReplayError>) {
@@ -124,6 +147,22 @@ impl Load {
     }
 }
 
+/// Tokens of prompt and output, as the events of an answer tell them.
+fn usage(events: &[u8]) -> Option<(u64, u64)> {
+    let text = std::str::from_utf8(events).ok()?;
+    let events = text
+        .split("\n\n")
+        .filter_map(|it| it.strip_prefix("data: "));
+    // Only the last one has any.
+    let mut told = events.filter_map(|it| serde_json::from_str::<Value>(it).ok());
+    let usage = told.find(|event| event["usage"].is_object())?;
+    let count = |key: &str| usage["usage"][key].as_u64();
+    Some((count("prompt_tokens")?, count("completion_tokens")?))
+}
+
+/// Where requests are sent.
+const PATH: &str = "/v1/chat/completions";
+
 /// The greedy and the modest user, each at a replica of their own.
 struct Contest {
     greedy: Arc<Got>,
@@ -134,10 +173,21 @@ struct Contest {
 
 impl Contest {
     fn start(cluster: &ProcessCluster, at: [usize; 2]) -> Self {
+        Self::start_through(None, cluster, at)
+    }
+
+    /// The same through a gateway.
+    fn start_through(
+        gateway: Option<StandInGateway>,
+        cluster: &ProcessCluster,
+        at: [usize; 2],
+    ) -> Self {
+        let gateway = gateway.map(Arc::new);
         let (greedy, modest) = (Arc::new(Got::default()), Arc::new(Got::default()));
         let is_over = Arc::new(AtomicBool::new(false));
         let load = |replica: usize, user, under_way, got: &Arc<Got>| Load {
             targets: cluster.targets(),
+            gateway: gateway.clone(),
             replica,
             user,
             under_way,
@@ -227,6 +277,35 @@ async fn a_modest_user_gets_its_share_and_keeps_it_when_the_leader_dies() -> any
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn users_that_gateways_pin_to_a_picker_each_get_their_shares_too() -> anyhow::Result<()> {
+    let options = ClusterOptions {
+        has_pickers: true,
+        is_secure: false,
+        ..options(VTC)
+    };
+    let mut cluster = ProcessCluster::start(options).await?;
+    let leader = cluster.leader().await?;
+    let others: Vec<usize> = (0..3).filter(|replica| *replica != leader).collect();
+    let gateway = StandInGateway::new(&cluster.picker_addrs(), GatewayOptions::default());
+    let contest = Contest::start_through(Some(gateway), &cluster, [others[0], others[1]]);
+    contest.after(WARM_UP).await?;
+    let before = contest.share().await?;
+    cluster.kill(leader)?;
+    let after = contest.share().await?;
+    let (greedy, modest) = contest.end().await;
+    println!("pickers: the modest user's share {before:.3}, with the leader killed {after:.3}");
+    assert_eq!(greedy.failed.load(Ordering::Relaxed), 0, "{greedy:?}");
+    assert_eq!(modest.failed.load(Ordering::Relaxed), 0, "{modest:?}");
+    assert!(before > 0.40, "share {before}");
+    assert!(
+        (after - before).abs() < 0.05,
+        "share {before}, then {after}"
+    );
+    cluster.stop();
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn first_come_first_served_gives_the_greedy_user_most() -> anyhow::Result<()> {
     let cluster = ProcessCluster::start(options(FCFS)).await?;
     // At one replica: over several each serves its own at whatever rate it gets.
@@ -258,6 +337,7 @@ async fn a_limit_of_requests_holds_over_all_replicas_together() -> anyhow::Resul
         .map(|replica| {
             let load = Load {
                 targets: cluster.targets(),
+                gateway: None,
                 replica,
                 user: "eager",
                 under_way: 4,

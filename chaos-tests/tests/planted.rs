@@ -45,6 +45,7 @@ const IN_CLUSTERS: &[InCluster] = &[
         4,
         1,
     ),
+    ("node.FormatSentEarly", "I130", &[Fault::Upgrade], 8, 5),
 ];
 
 /// What no simulated cluster shows, and the log on sled by itself does: see `raft::truncated_log`.

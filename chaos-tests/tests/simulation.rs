@@ -123,6 +123,40 @@ fn members_change() {
     });
 }
 
+/// A StatefulSet scales the cluster while replicas die and leaders change.
+#[test]
+fn replicas_are_scaled() {
+    each_of(&[Fault::Scale]);
+    held(&SeedOptions {
+        only: vec![
+            Fault::Scale,
+            Fault::Crash,
+            Fault::Bounce,
+            Fault::IsolateLeader,
+            Fault::Transfer,
+        ],
+        ..seed(9, 6000)
+    });
+}
+
+/// Two builds side by side: upgrades, and ways back where the formats allow them.
+#[test]
+fn builds_are_mixed() {
+    each_of(&[Fault::Upgrade]);
+    let report = held(&SeedOptions {
+        only: vec![Fault::Upgrade, Fault::Crash, Fault::IsolateLeader],
+        ..seed(10, 6000)
+    });
+    let known = report
+        .subjects
+        .iter()
+        .find(|((number, _), _)| *number == "I130");
+    assert!(
+        known.is_some_and(|(_, subjects)| *subjects > 0),
+        "nothing was looked at"
+    );
+}
+
 #[test]
 fn everything_fails() {
     for number in 20..22 {

@@ -5,16 +5,21 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 
+import jsonschema
 import kubernetes_validate
 import yaml
 
 FOLDER, QUORATE = sys.argv[1:]
+HERE = os.path.dirname(os.path.abspath(__file__))
 VERSIONS = ["1.27.0", "1.31.0", "1.34.0"]
 # What only Helm writes.
 OF_HELM = ["app.kubernetes.io/managed-by", "helm.sh/chart"]
 # Kinds of operators, whose schemas are not the API's.
 FOREIGN = ["Certificate", "PrometheusRule", "ServiceMonitor"]
+# Kinds whose schemas are in schemas/gateway.yaml.
+OF_GATEWAYS = ["HTTPRoute", "InferencePool"]
 
 
 def objects(name):
@@ -58,12 +63,40 @@ def alike(name):
 
 def valid(name, rendered):
     """The API takes them."""
-    checked = [one for (kind, _), one in rendered.items() if kind not in FOREIGN]
+    checked = [one for (kind, _), one in rendered.items() if kind not in [*FOREIGN, *OF_GATEWAYS]]
     for version in VERSIONS:
         for one in checked:
             kubernetes_validate.validate(one, version, strict=True)
-    left = len(rendered) - len(checked)
+    of_gateways = [one for (kind, _), one in rendered.items() if kind in OF_GATEWAYS]
+    with open(f"{HERE}/schemas/gateway.yaml", encoding="utf-8") as file:
+        schemas = yaml.safe_load(file)
+    for one in of_gateways:
+        jsonschema.validate(one, schemas[one["kind"]])
+    left = len(rendered) - len(checked) - len(of_gateways)
     print(f"{name}: {len(checked)} fit the schemas of {', '.join(VERSIONS)}; {left} are of operators")
+    if of_gateways:
+        print(f"{name}: {len(of_gateways)} fit schemas/gateway.yaml")
+
+
+def picks(rendered):
+    """A gateway that follows the pool comes to the picker, and the picker to the pool's engines."""
+    route, pool = rendered["HTTPRoute", "engines"], rendered["InferencePool", "engines"]
+    (rule,) = route["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    asked = pool["spec"]["endpointPickerRef"]
+    (port,) = rendered["Service", asked["name"]]["spec"]["ports"]
+    assert port["port"] == asked["port"]["number"] and port["appProtocol"] == "http2"
+    (container,) = rendered["StatefulSet", "quorate"]["spec"]["template"]["spec"]["containers"]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    values = {one["name"]: one.get("value") for one in container["env"]}
+    assert values["QUORATE_LISTEN__EPP"] == f"0.0.0.0:{ports[port['targetPort']]}"
+    ingress = rendered["NetworkPolicy", "quorate"]["spec"]["ingress"]
+    assert any(one["port"] == port["targetPort"] for rule in ingress for one in rule["ports"])
+    config = tomllib.loads(rendered["ConfigMap", "quorate"]["data"]["quorate.toml"])
+    (source,) = config["discovery"]
+    assert source["inference_pool"] == pool["metadata"]["name"]
+    print("gateway: route, pool, Service, port and discovery lead to each other")
 
 
 def config(name, rendered):
@@ -80,14 +113,15 @@ def config(name, rendered):
             subprocess.run([QUORATE, "cert", *command, "--out", f"{folder}/admin"], check=True, capture_output=True)
         for ending in ["crt", "key"]:
             os.rename(f"{folder}/admin/replica-1.{ending}", f"{folder}/admin/tls.{ending}")
-        # This machine is no pod: its name has no number.
-        text = text.replace("/run/quorate", folder).replace('"from-hostname"', "1")
+        text = text.replace("/run/quorate", folder)
         with open(f"{folder}/quorate.toml", "w", encoding="utf-8") as out:
             out.write(text)
         values = {one["name"]: one["value"] for one in container["env"] if "value" in one}
         values = {key: value.replace("$(POD_IP)", "10.0.0.1") for key, value in values.items()}
         values = {key: value.replace("/run/quorate", folder) for key, value in values.items()}
-        command = [QUORATE, "config", "check", "--config", f"{folder}/quorate.toml"]
+        # A pod's name has its number.
+        named = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname quorate-0 && exec "$@"', "sh"]
+        command = [*named, QUORATE, "config", "check", "--config", f"{folder}/quorate.toml"]
         told = subprocess.run(command, env={**os.environ, **values}, capture_output=True, text=True)
     if told.returncode:
         sys.exit(f"{name}: {told.stderr}")
@@ -98,7 +132,7 @@ def promises(rendered):
     """What the guide says of pods."""
     pod = rendered["StatefulSet", "quorate"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    drain_s = 5 + 30
+    drain_s = 5 + 30 + 10
     assert pod["terminationGracePeriodSeconds"] > drain_s
     assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 65532
     assert pod["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"
@@ -113,18 +147,19 @@ def promises(rendered):
 
 def metrics():
     """Alerts ask for metrics that there are."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    with open(f"{here}/helm/quorate/files/alerts.yaml", encoding="utf-8") as file:
+    with open(f"{HERE}/helm/quorate/files/alerts.yaml", encoding="utf-8") as file:
         asked = set(re.findall(r"quorate_[a-z_]+", file.read()))
-    with open(f"{here}/../../docs/reference/metrics.md", encoding="utf-8") as file:
+    with open(f"{HERE}/../../docs/reference/metrics.md", encoding="utf-8") as file:
         known = set(re.findall(r"^\| `([a-z_]+)`", file.read(), re.M))
     assert asked <= known, asked - known
     print(f"alerts: {len(asked)} metrics, all in docs/reference/metrics.md")
 
 
-for case in ["base", "production"]:
+for case in ["base", "gateway", "production"]:
     same = alike(case)
     valid(case, same)
     config(case, same)
     promises(same)
+    if case == "gateway":
+        picks(same)
 metrics()

@@ -15,11 +15,14 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))
+
+from cluster import Cluster  # noqa: E402
 
 BALANCER = sys.argv[1]
 QUORATE = os.environ["QUORATE"]
-HERE = os.path.dirname(os.path.abspath(__file__))
 REPLICAS = [f"10.77.0.{11 + nth}" for nth in range(3)]
 ENGINES = ["10.77.0.21", "10.77.0.22"]
 CLIENTS = 8
@@ -30,52 +33,32 @@ NAME = "quorate.test"
 WITHOUT_FAILURE = ["steady", "drain", "restart"]
 
 
-class Fleet:
-    """The processes."""
+class Balanced(Cluster):
+    """Replicas and engines with addresses of their own, and a load balancer before the replicas."""
 
     def __init__(self, folder):
-        self.folder = folder
-        self.processes = {}
-
-    def start(self, name, command, **settings):
-        log = open(f"{self.folder}/{name}.log", "ab")
-        self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log, **settings)
-        return self.processes[name]
-
-    def start_replica(self, number):
-        self.start(f"replica-{number}", [QUORATE, "serve", "--config", f"{self.folder}/replica-{number}.toml"])
-
-    def start_all(self):
-        for nth, engine in enumerate(ENGINES):
-            self.start(f"engine-{nth}", [QUORATE, "engine", "--listen", f"{engine}:8000", "--speed", "20"])
-        for number, address in enumerate(REPLICAS, 1):
-            backends = "".join(
-                f'[[backends]]\nid = "engine-{nth}"\nurl = "http://{engine}:8000"\n' for nth, engine in enumerate(ENGINES)
-            )
-            peers = json.dumps([f"{peer}:8082" for peer in REPLICAS])
-            with open(f"{self.folder}/replica-{number}.toml", "w", encoding="utf-8") as config:
-                config.write(
-                    f'insecure = true # a network without others\n'
-                    f'node = {{ id = {number}, data_dir = "{self.folder}/data-{number}" }}\n'
-                    # Unhurried, as a busy machine runs all of this.
-                    f'cluster = {{ peers = {peers}, heartbeat = "200ms", election_timeout = "1s..2s" }}\n'
-                    f'users.trusted_proxies = ["10.77.0.0/24"]\n'
-                    f'[listen]\ndata = "{address}:8080"\nadmin = "{address}:8081"\npeer = "{address}:8082"\n{backends}'
-                )
-            self.start_replica(number)
-        for address in REPLICAS:
-            wait_ready(address)
+        replicas = [(f"{it}:8080", f"{it}:8081", f"{it}:8082") for it in REPLICAS]
+        super().__init__(QUORATE, folder, replicas)
+        for engine in ENGINES:
+            self.add_engine(f"{engine}:8000", "--speed", "20")
+        self.configure(
+            "insecure = true # a network without others\n"
+            # Unhurried, as a busy machine runs all of this.
+            'cluster.heartbeat = "200ms"\ncluster.election_timeout = "1s..2s"\n'
+            'users.trusted_proxies = ["10.77.0.0/24"]'
+        )
 
     def start_balancer(self):
         if BALANCER == "haproxy":
-            self.start("balancer", ["haproxy", "-db", "-f", f"{HERE}/haproxy.cfg"])
+            self.start("balancer", "haproxy", "-db", "-f", f"{HERE}/haproxy.cfg")
         elif BALANCER == "nginx":
             os.mkdir(f"{self.folder}/nginx")
             command = ["nginx", "-p", f"{self.folder}/nginx", "-e", "stderr", "-c", f"{HERE}/nginx.conf"]
-            self.start("balancer", [*command, "-g", "daemon off;"])
+            self.start("balancer", *command, "-g", "daemon off;")
         elif BALANCER == "caddy":
             home = {**os.environ, "HOME": self.folder, "XDG_DATA_HOME": self.folder, "XDG_CONFIG_HOME": self.folder}
-            self.start("balancer", ["caddy", "run", "--config", f"{HERE}/Caddyfile", "--adapter", "caddyfile"], env=home)
+            command = ["caddy", "run", "--config", f"{HERE}/Caddyfile", "--adapter", "caddyfile"]
+            self.start("balancer", *command, env=home)
         else:
             with open(f"{self.folder}/replicas.hosts", "w", encoding="utf-8") as hosts:
                 hosts.writelines(f"{address} {NAME}\n" for address in REPLICAS)
@@ -83,36 +66,10 @@ class Fleet:
                 text = example.read().replace("/run/quorate", self.folder)
             with open(f"{self.folder}/dnsmasq.conf", "w", encoding="utf-8") as config:
                 config.write(text)
-            server = self.start("balancer", ["dnsmasq", "-k", "-C", f"{self.folder}/dnsmasq.conf"])
+            server = self.start("balancer", "dnsmasq", "-k", "-C", f"{self.folder}/dnsmasq.conf")
             hosts = f"{self.folder}/replicas.hosts"
-            self.start("healthy", [f"{HERE}/dns-healthy", NAME, hosts, str(server.pid), *REPLICAS])
-        until("the balancer answers", lambda: ask_once(Client(0).connect()) is None)
-
-    def stop(self):
-        for process in self.processes.values():
-            process.kill()
-        for process in self.processes.values():
-            process.wait()
-
-
-def until(what, is_met):
-    """Waits for a condition that stays true."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        try:
-            if is_met():
-                return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    sys.exit(f"{BALANCER}: not in time: {what}")
-
-
-def wait_ready(address):
-    def is_ready():
-        return urllib.request.urlopen(f"http://{address}:8080/health", timeout=2).status == 200
-
-    until(f"{address} is ready", is_ready)
+            self.start("healthy", f"{HERE}/dns-healthy", NAME, hosts, str(server.pid), *REPLICAS)
+        self.until("the balancer answers", lambda: ask_once(Client(0).connect()) is None)
 
 
 class Connection(http.client.HTTPConnection):
@@ -149,7 +106,7 @@ def ask_once(connection, nth=0):
     if answer.status != 200:
         return f"status {answer.status}"
     if (b"data: [DONE]" if is_stream else b'"chat.completion"') not in text:
-        return "cut short"
+        return f"cut short behind {text[-80:]!r}"
     return None
 
 
@@ -213,20 +170,20 @@ def happenings(fleet, load):
     time.sleep(2)
     load.phase = "restart"
     fleet.start_replica(2)
-    wait_ready(REPLICAS[1])
+    fleet.wait_ready(2)
     time.sleep(3)
     load.phase = "kill"
     fleet.processes["replica-3"].kill()
     fleet.processes["replica-3"].wait()
     time.sleep(4)
     fleet.start_replica(3)
-    wait_ready(REPLICAS[2])
+    fleet.wait_ready(3)
     time.sleep(3)
     load.phase = "cut off"
     cut_off(REPLICAS[0], True)
     time.sleep(8)
     cut_off(REPLICAS[0], False)
-    wait_ready(REPLICAS[0])
+    fleet.wait_ready(1)
     time.sleep(4)
 
 
@@ -241,18 +198,16 @@ def report(load):
 
 def main():
     folder = tempfile.mkdtemp(prefix="quorate-balancer-")
-    fleet, load = Fleet(folder), Load()
+    fleet, load = Balanced(folder), Load()
     clients = [threading.Thread(target=Client(seed).run, args=[load]) for seed in range(CLIENTS)]
     try:
-        fleet.start_all()
+        fleet.start_replicas()
         fleet.start_balancer()
         for client in clients:
             client.start()
         happenings(fleet, load)
     except BaseException:
-        for name in fleet.processes:
-            with open(f"{folder}/{name}.log", encoding="utf-8") as log:
-                print(f"-- {name}\n{log.read()[-1500:]}", file=sys.stderr)
+        print(fleet.tails(), file=sys.stderr)
         raise
     finally:
         load.is_over = True

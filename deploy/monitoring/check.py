@@ -8,8 +8,6 @@ import http.client
 import json
 import os
 import re
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +17,10 @@ import urllib.parse
 import urllib.request
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))
+
+from cluster import Cluster, free_ports, get, on_loopback  # noqa: E402
+
 QUORATE = os.environ["QUORATE"]
 REPLICAS = 3
 ENGINES = 2
@@ -28,73 +30,23 @@ LOAD = 25
 MAY_BE_EMPTY = ["quorate_admission_refused_total", "quorate_route_filtered_total", 'outcome!="finished"']
 
 
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+class MonitoredCluster(Cluster):
+    """Three replicas, engines with KV events, a Prometheus that scrapes the replicas."""
 
-
-def get(url, timeout=5):
-    with urllib.request.urlopen(url, timeout=timeout) as answer:
-        return answer.read()
-
-
-def until(what, is_met):
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        try:
-            if is_met():
-                return
-        except (OSError, ValueError):
-            pass
-        time.sleep(0.2)
-    sys.exit(f"not in time: {what}")
-
-
-class Cluster:
     def __init__(self, folder):
-        self.folder = folder
-        self.processes = {}
-        ports = free_ports(3 * REPLICAS + 3 * ENGINES + 1)
-        self.replicas = [ports[3 * nth : 3 * nth + 3] for nth in range(REPLICAS)]
-        engines = ports[3 * REPLICAS : -1]
-        self.engines = [engines[3 * nth : 3 * nth + 3] for nth in range(ENGINES)]
-        self.prometheus = ports[-1]
+        super().__init__(QUORATE, folder, on_loopback(REPLICAS))
+        *ports, self.prometheus = free_ports(3 * ENGINES + 1)
+        for nth in range(ENGINES):
+            listen, events, replay = (f"127.0.0.1:{port}" for port in ports[3 * nth : 3 * nth + 3])
+            events, replay = f"tcp://{events}", f"tcp://{replay}"
+            flags = ["--speed", "20", "--kv-events", events, "--kv-replay", replay]
+            self.add_engine(listen, *flags, kv_events=events, kv_replay=replay)
+        # A limit, so that requests wait.
+        self.configure("admission.concurrency = 2", '[[models]]\nname = "*"\ntokenizer = "engine"\n')
         self.is_over = threading.Event()
 
-    def start(self, name, *command):
-        with open(f"{self.folder}/{name}.log", "ab") as log:
-            self.processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
-
-    def start_all(self):
-        backends = ""
-        for nth, (port, events, replay) in enumerate(self.engines):
-            addresses = [f"tcp://127.0.0.1:{each}" for each in (events, replay)]
-            self.start(f"engine-{nth}", QUORATE, "engine", "--listen", f"127.0.0.1:{port}", "--speed", "20",
-                       "--kv-events", addresses[0], "--kv-replay", addresses[1])  # fmt: skip
-            backends += f'[[backends]]\nid = "engine-{nth}"\nurl = "http://127.0.0.1:{port}"\n'
-            backends += f'kv_events = "{addresses[0]}"\nkv_replay = "{addresses[1]}"\n'
-        peers = json.dumps([f"127.0.0.1:{peer}" for _, _, peer in self.replicas])
-        for number, (data, admin, peer) in enumerate(self.replicas, 1):
-            with open(f"{self.folder}/replica-{number}.toml", "w", encoding="utf-8") as config:
-                config.write(
-                    f'node = {{ id = {number}, data_dir = "{self.folder}/data-{number}" }}\n'
-                    f"cluster = {{ peers = {peers}, bootstrap_expect = {REPLICAS} }}\n"
-                    # A limit, so that requests wait.
-                    f"admission.concurrency = 2\n"
-                    f'[listen]\ndata = "127.0.0.1:{data}"\nadmin = "127.0.0.1:{admin}"\npeer = "127.0.0.1:{peer}"\n'
-                    f'[[models]]\nname = "*"\ntokenizer = "engine"\n{backends}'
-                )
-            self.start(f"replica-{number}", QUORATE, "serve", "--config", f"{self.folder}/replica-{number}.toml")
-        for data, _, _ in self.replicas:
-            until("every replica is ready", lambda port=data: get(f"http://127.0.0.1:{port}/health"))
-
     def start_prometheus(self):
-        targets = json.dumps([f"127.0.0.1:{admin}" for _, admin, _ in self.replicas])
+        targets = json.dumps([admin for _, admin, _ in self.replicas])
         with open(f"{self.folder}/prometheus.yml", "w", encoding="utf-8") as config:
             config.write(
                 "global: { scrape_interval: 1s, evaluation_interval: 1s }\n"
@@ -104,7 +56,7 @@ class Cluster:
         self.start("prometheus", "prometheus", f"--config.file={self.folder}/prometheus.yml",
                    f"--storage.tsdb.path={self.folder}/series",
                    f"--web.listen-address=127.0.0.1:{self.prometheus}")  # fmt: skip
-        until("Prometheus is ready", lambda: get(f"http://127.0.0.1:{self.prometheus}/-/ready"))
+        self.until("Prometheus is ready", lambda: get(f"http://127.0.0.1:{self.prometheus}/-/ready"))
 
     def client(self, number):
         """Sends chats until it is told to stop; a replica that is down is passed over."""
@@ -116,7 +68,7 @@ class Cluster:
             body = {"model": "emulated", "user": f"user-{number}", "max_tokens": 16, "stream": nth % 2 == 0,
                     "messages": [{"role": "user", "content": text}]}  # fmt: skip
             request = urllib.request.Request(
-                f"http://127.0.0.1:{data}/v1/chat/completions",
+                f"http://{data}/v1/chat/completions",
                 json.dumps(body).encode(),
                 {"content-type": "application/json", "x-quorate-user": f"user-{number}"},
             )
@@ -129,7 +81,7 @@ class Cluster:
     def leader(self):
         for number, (_, admin, _) in enumerate(self.replicas, 1):
             if self.processes[f"replica-{number}"].poll() is None:
-                if json.loads(get(f"http://127.0.0.1:{admin}/admin/v1/cluster"))["role"] == "leader":
+                if json.loads(get(f"http://{admin}/admin/v1/cluster"))["role"] == "leader":
                     return number
         raise ValueError("nobody leads")
 
@@ -143,10 +95,7 @@ class Cluster:
 
     def stop(self):
         self.is_over.set()
-        for process in self.processes.values():
-            process.kill()
-        for process in self.processes.values():
-            process.wait()
+        super().stop()
 
 
 def panels():
@@ -182,7 +131,7 @@ def are_known():
 def main():
     are_known()
     with tempfile.TemporaryDirectory() as folder:
-        cluster = Cluster(folder)
+        cluster = MonitoredCluster(folder)
         try:
             run(cluster)
         finally:
@@ -190,7 +139,7 @@ def main():
 
 
 def run(cluster):
-    cluster.start_all()
+    cluster.start_replicas()
     cluster.start_prometheus()
     clients = [threading.Thread(target=cluster.client, args=(nth,), daemon=True) for nth in range(8)]
     for client in clients:
@@ -198,12 +147,12 @@ def run(cluster):
     time.sleep(LOAD)
     leader = cluster.leader()
     cluster.processes[f"replica-{leader}"].kill()
-    until("another replica leads", lambda: cluster.leader() != leader)
+    cluster.until("another replica leads", lambda: cluster.leader() != leader)
     time.sleep(15)
     fired = {each["metric"]["alertname"] for each in cluster.query('ALERTS{alertstate=~"firing|pending"}')}
     if not {"QuorateReplicaDown", "QuorateQuorumAtRisk"} <= fired:
         sys.exit(f"a replica is down, and these alerts know it: {sorted(fired)}")
-    cluster.start(f"replica-{leader}", QUORATE, "serve", "--config", f"{cluster.folder}/replica-{leader}.toml")
+    cluster.start_replica(leader)
     time.sleep(LOAD)
     empty, asked = [], 0
     for title, expression in panels():

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
 use bytes::Bytes;
-use http::header::{AUTHORIZATION, CONTENT_TYPE};
+use http::header::{AUTHORIZATION, CONTENT_TYPE, IF_MATCH};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
@@ -16,7 +16,7 @@ use rustls::Error as TlsFault;
 use serde_json::Value;
 
 /// Maximum length of an answer, in bytes.
-const ANSWER_BYTES_MAX: usize = 64 << 20;
+const ANSWER_BYTES_MAX: usize = 256 << 20;
 /// Hint for an answer that cannot come from an admin listener.
 const HINT: &str = "is this the admin listener of a replica? (`--admin URL` or QUORATE_ADMIN)";
 
@@ -31,6 +31,8 @@ pub struct JsonClient {
     timeout: Duration,
     /// Sent as `authorization`.
     authorization: Option<HeaderValue>,
+    /// Sent as `if-match`.
+    version: Option<HeaderValue>,
 }
 
 /// An answer, whatever its status.
@@ -103,6 +105,7 @@ impl JsonClient {
             http: ReplicaConnector::new(None).client(),
             timeout,
             authorization: None,
+            version: None,
         }
     }
 
@@ -120,6 +123,12 @@ impl JsonClient {
             authorization,
             ..self
         }
+    }
+
+    /// Has every request take effect only on what has this version.
+    #[must_use]
+    pub fn only_on(self, version: Option<HeaderValue>) -> Self {
+        Self { version, ..self }
     }
 
     /// Sends a request and reads the answer.
@@ -164,6 +173,9 @@ impl JsonClient {
         }
         if let Some(authorization) = &self.authorization {
             request = request.header(AUTHORIZATION, authorization);
+        }
+        if let Some(version) = &self.version {
+            request = request.header(IF_MATCH, version);
         }
         let body = body.map(Value::to_string).unwrap_or_default();
         let response = self.http.request(request.body(Full::from(body))?).await;

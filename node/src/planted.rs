@@ -12,4 +12,6 @@ api::plantable_bugs! {
     UnknownRenumbered,
     /// Every run of a replica has the same session.
     SessionKept,
+    /// Commands are proposed before all members can read them.
+    FormatSentEarly,
 }

@@ -52,7 +52,9 @@ impl ServiceManager {
     /// The replica listens. It may be in no cluster yet: it cannot wait for replicas that the same
     /// operator starts after it.
     pub(crate) fn ready(&self, at: Addresses) {
-        let Addresses { data, admin, peer } = at;
+        let Addresses {
+            data, admin, peer, ..
+        } = at;
         self.tell(&format!(
             "READY=1\nSTATUS=listening at {data}, admin {admin}, peer {peer}\n"
         ));

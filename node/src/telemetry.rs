@@ -1,14 +1,28 @@
-//! Logging: to stderr, human-readable or JSON, filtered by a `tracing` filter.
+//! Logging: to stderr, human-readable or JSON, filtered by a `tracing` filter; the access log also to
+//! a file.
+
+mod access_file;
+mod logfmt;
+
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context as _;
+use api::admin::LogLevelControl;
 use api::proxy::{ACCESS_TARGET, LoggedRequests};
 use api::settings::Form as _;
 use lab::terminal::is_coloured;
+use tracing::Subscriber;
+use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _, Registry, fmt, reload};
 
-use crate::config::{LogConfig, LogFilter, LogFormat, Parsed};
+use self::logfmt::Logfmt;
+use crate::config::{AccessFormat, LogConfig, LogFilter, LogFormat, Parsed};
+
+pub(crate) use access_file::ACCESS_FILE_EXPECTED;
+pub use access_file::{AccessFile, AccessFileMetrics, LineWriter};
 
 /// Default filter for dependencies that log each step of their work, each failed heartbeat of a
 /// peer known to be down, or each connection reset by a client. A filter that names them takes
@@ -16,9 +30,12 @@ use crate::config::{LogConfig, LogFilter, LogFormat, Parsed};
 const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,tonic=warn";
 
 /// Changes the filter of the log while it is written.
+#[derive(Clone)]
 pub struct LogLevel {
     access: LoggedRequests,
     filter: reload::Handle<EnvFilter, Registry>,
+    /// As it was told last.
+    level: Arc<Mutex<String>>,
 }
 
 impl LogLevel {
@@ -27,31 +44,89 @@ impl LogLevel {
     /// # Errors
     /// If it does not parse.
     pub fn set(&self, level: &str) -> anyhow::Result<()> {
-        Ok(self.filter.reload(filter(level, self.access)?)?)
+        self.filter.reload(filter(level, self.access)?)?;
+        level.clone_into(&mut self.level.lock().unwrap_or_else(PoisonError::into_inner));
+        Ok(())
+    }
+
+    /// The same for operators, who are told what was expected.
+    #[must_use]
+    pub fn control(self) -> LogLevelControl {
+        let level = Arc::clone(&self.level);
+        let show = move || {
+            let level = level.lock().unwrap_or_else(PoisonError::into_inner);
+            level.clone()
+        };
+        LogLevelControl::new(show, move |level| {
+            let read = LogFilter::read(level).ok_or(LogFilter::EXPECTED)?;
+            self.set(&read).map_err(|error| error.to_string())
+        })
     }
 }
 
 /// Sets up logging for the whole process. Call it once, from a program's `main`. A library or test
-/// that embeds a replica sets up its own logging, or none.
+/// that embeds a replica sets up its own logging, or none. The access log goes to `access_file`, if
+/// there is one.
 ///
 /// # Errors
 /// If the filter does not parse, or logging is set up already.
-pub fn init(log: &LogConfig) -> anyhow::Result<LogLevel> {
+pub fn init(log: &LogConfig, access_file: Option<&AccessFile>) -> anyhow::Result<LogLevel> {
     let access = log.access;
     let (reloading, filter) = reload::Layer::new(filter(&log.level, access)?);
-    let lines = fmt::layer().with_writer(std::io::stderr);
-    let lines = if log.format == LogFormat::Json {
-        let lines = lines.json().flatten_event(true);
-        lines.with_current_span(false).boxed()
-    } else {
-        lines.with_ansi(is_coloured(&std::io::stderr())).boxed()
+    let layers: Vec<_> = match access_file {
+        None => vec![to_stderr(log.format)],
+        Some(file) => {
+            let others = filter_fn(|told| told.target() != ACCESS_TARGET);
+            let only = filter_fn(|told| told.target() == ACCESS_TARGET);
+            vec![
+                to_stderr(log.format).with_filter(others).boxed(),
+                to_file(log.access_format, file.clone())
+                    .with_filter(only)
+                    .boxed(),
+            ]
+        }
     };
     let outcome = tracing_subscriber::registry()
         .with(reloading)
-        .with(lines)
+        .with(layers)
         .try_init();
     outcome.map_err(|error| anyhow::anyhow!("set up logging: {error}"))?;
-    Ok(LogLevel { access, filter })
+    let level = Arc::new(Mutex::new(log.level.0.clone()));
+    Ok(LogLevel {
+        access,
+        filter,
+        level,
+    })
+}
+
+type Lines<S> = Box<dyn tracing_subscriber::Layer<S> + Send + Sync>;
+
+fn to_stderr<S>(format: LogFormat) -> Lines<S>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+{
+    let lines = fmt::layer().with_writer(std::io::stderr);
+    match format {
+        LogFormat::Json => {
+            let lines = lines.json().flatten_event(true);
+            lines.with_current_span(false).boxed()
+        }
+        LogFormat::Human => lines.with_ansi(is_coloured(&std::io::stderr())).boxed(),
+    }
+}
+
+fn to_file<S>(format: AccessFormat, file: AccessFile) -> Lines<S>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+{
+    let lines = fmt::layer().with_writer(file);
+    match format {
+        AccessFormat::Json => {
+            let lines = lines.json().flatten_event(true);
+            lines.with_current_span(false).boxed()
+        }
+        AccessFormat::Logfmt => lines.event_format(Logfmt).boxed(),
+    }
 }
 
 /// The filter of a config. A level does not hold back the access log, which has its own setting; a
@@ -82,13 +157,13 @@ pub fn init_for_command(default: &str) -> anyhow::Result<()> {
         Ok("json") => LogFormat::Json,
         _ => LogFormat::Human,
     };
-    let level = Parsed(filter);
-    let access = LoggedRequests::Off;
-    init(&LogConfig {
+    let log = LogConfig {
         format,
-        level,
-        access,
-    })?;
+        level: Parsed(filter),
+        access: LoggedRequests::Off,
+        ..LogConfig::default()
+    };
+    init(&log, None)?;
     Ok(())
 }
 

@@ -4,6 +4,8 @@
 
 #[path = "cli/access.rs"]
 mod access;
+#[path = "cli/access_log.rs"]
+mod access_log;
 #[path = "cli/crowd.rs"]
 mod crowd;
 #[path = "cli/demo.rs"]
@@ -14,6 +16,8 @@ mod forming;
 mod guide;
 #[path = "cli/operating.rs"]
 mod operating;
+#[path = "shared/otlp.rs"]
+mod otlp;
 #[path = "cli/process.rs"]
 mod process;
 #[path = "cli/production.rs"]
@@ -26,6 +30,10 @@ mod signals;
 mod starting;
 #[path = "cli/terminal.rs"]
 mod terminal;
+#[path = "cli/top.rs"]
+mod top;
+#[path = "cli/tracing.rs"]
+mod tracing;
 #[path = "cli/users.rs"]
 mod users;
 #[path = "cli/version.rs"]

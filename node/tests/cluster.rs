@@ -22,18 +22,30 @@ mod disaggregated;
 mod discovery;
 #[path = "cluster/engine_check.rs"]
 mod engine_check;
+#[path = "cluster/gateway.rs"]
+mod gateway;
 #[path = "cluster/lora.rs"]
 mod lora;
 #[path = "cluster/metrics.rs"]
 mod metrics;
 #[path = "cluster/operation.rs"]
 mod operation;
+#[path = "shared/otlp.rs"]
+mod otlp;
 #[path = "cluster/ranks.rs"]
 mod ranks;
+#[path = "cluster/recordings.rs"]
+mod recordings;
+#[path = "cluster/rooms.rs"]
+mod rooms;
+#[path = "cluster/scaling.rs"]
+mod scaling;
 #[path = "cluster/tenants.rs"]
 mod tenants;
 #[path = "cluster/tls.rs"]
 mod tls;
+#[path = "cluster/tracing.rs"]
+mod tracing;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -175,6 +187,7 @@ impl Replica {
             data: Parsed(data),
             admin: Parsed(admin),
             peer: Parsed(peer),
+            epp: at.epp.map(Parsed),
             advertise: config.listen.advertise.clone(),
         };
         Self::run(config, BoundSockets::bind(&listen).unwrap())
@@ -201,6 +214,7 @@ fn cluster_with(
         data: Parsed(any),
         admin: Parsed(any),
         peer: Parsed(any),
+        epp: Some(Parsed(any)),
         advertise: None,
     };
     let sockets: Vec<_> = (0..count)

@@ -370,6 +370,9 @@ pub struct Promote {
 pub struct Remove {
     #[prost(uint64, tag = "1")]
     pub id: u64,
+    /// Only where so many voters are left, and most of them answer; 0 is no condition.
+    #[prost(uint64, tag = "2")]
+    pub voters_min: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Transfer {

@@ -79,7 +79,7 @@ pub use net::{
     ConnectError, ConnectFailure, PeerChannel, PeerRequest, PeerResponse, PeerSecret, PeerService,
     PeerTls, PeerTlsConfigs, Secret, Tcp, Transport, certificate_names,
 };
-pub use options::{Formation, Peers, ReplicaOptions};
+pub use options::{Formation, Peers, Promotion, ReplicaOptions};
 pub use replay::{ReplayError, ReplayRange, replay};
 pub use replica::Replica;
 #[cfg(feature = "fuzzing")]

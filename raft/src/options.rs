@@ -26,6 +26,8 @@ pub struct ReplicaOptions {
     /// Whether this replica, when it leads, lets one that lost its store take the place of the
     /// member that it was.
     pub replaces_lost: bool,
+    /// When this replica, while it leads, makes learners voters by itself; `None`: never.
+    pub promotion: Option<Promotion>,
     /// The leader's heartbeat interval.
     pub heartbeat: Duration,
     /// The range from which election timeouts are drawn.
@@ -36,6 +38,15 @@ pub struct ReplicaOptions {
     pub snapshot_every_bytes: u64,
     /// Where log, identity and snapshots are kept: [`Storage::Sled`] outside of tests.
     pub storage: Storage,
+}
+
+/// When a leader makes learners voters by itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Promotion {
+    /// How long a learner must have kept up with the log.
+    pub after: Duration,
+    /// Most voters that there are by it.
+    pub voters_max: usize,
 }
 
 /// How a replica finds its cluster when its data directory is empty.

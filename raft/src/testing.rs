@@ -69,6 +69,7 @@ pub(crate) async fn replica_over(id: u8, tcp: Tcp, peers: Vec<String>) -> (Repli
             first_command: Vec::new(),
         },
         replaces_lost: false,
+        promotion: None,
         heartbeat: Duration::from_millis(50),
         election_timeout: Duration::from_millis(150)..Duration::from_millis(300),
         snapshot_every_entries: 1000,

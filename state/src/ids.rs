@@ -1,6 +1,7 @@
 //! Newtypes for all identifiers, so that one cannot be passed for another.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -9,7 +10,7 @@ macro_rules! id {
         $(#[$doc])*
         #[derive(
             Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Encode, Decode,
-            Serialize, Deserialize,
+            Serialize, Deserialize, JsonSchema,
         )]
         #[serde(transparent)]
         pub struct $name(pub $inner);
@@ -143,7 +144,19 @@ hash!(
 
 /// A backend as named by commands: its slot, and the incarnation at the time of the command.
 #[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode, Serialize, Deserialize,
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Encode,
+    Decode,
+    Serialize,
+    Deserialize,
+    JsonSchema,
 )]
 pub struct BackendRef {
     /// Index in the registry.

@@ -9,6 +9,17 @@ pub(crate) fn is_name(text: &str) -> bool {
     (1..=NAME_BYTES_MAX).contains(&text.len())
 }
 
+/// Whether `text` has only characters that ids of backends and of their sources may have.
+pub(crate) fn is_plain(text: &str) -> bool {
+    text.chars().all(is_id_char)
+}
+
+/// Whether ids of backends, and of their sources, may have this character.
+#[must_use]
+pub fn is_id_char(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "._-".contains(c)
+}
+
 /// Maximum total length of a list of patterns, in bytes.
 pub(crate) const PATTERNS_BYTES_MAX: usize = 1024;
 

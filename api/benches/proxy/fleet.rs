@@ -9,9 +9,11 @@ use api::backends::{Backends, Health, ProbeSettings};
 use api::clock::Clock;
 use api::ports::{BoxFuture, Propose, ProposeError};
 use api::prompt::{ModelSettings, Tokenizer};
+use api::proxy::picker::{Picker, PickerMetrics, PickerServer, PickerSettings};
 use api::proxy::{Proxy, ProxyMetrics, ProxySettings, Server};
 use api::routing::{OutboxSettings, Router, RouterParts, SelectSettings};
 use api::tls::{Certificates, ListenerFiles};
+use api::traces::Tracer;
 use state::RouterState;
 use state::command::{BackendSpec, Command, Committed, Envelope, Lane, Origin};
 use state::ids::{LogIndex, ReplicaId, SessionId};
@@ -27,8 +29,10 @@ const ENGINES: usize = 4;
 pub(super) fn spawn_proxy(
     fleet: &Fleet,
     tls: Option<Arc<Certificates<ListenerFiles>>>,
+    tracer: Option<Tracer>,
 ) -> MeasuredThread {
     let mut settings = ProxySettings::new(ReplicaId(1));
+    settings.tracer = tracer;
     settings.pool.idle_timeout = Duration::from_secs(60);
     let metrics = Arc::new(ProxyMetrics::default());
     let (router, backends) = (Arc::clone(&fleet.router), Arc::clone(&fleet.backends));
@@ -42,6 +46,25 @@ pub(super) fn spawn_proxy(
         Server::new(listener, proxy)
             .with_tls(tls)
             .run(CancellationToken::new(), Duration::ZERO)
+            .await;
+    })
+}
+
+/// Starts a picker before `fleet` on a thread of its own.
+pub(super) fn spawn_picker(fleet: &Fleet) -> MeasuredThread {
+    let settings = ProxySettings::new(ReplicaId(1));
+    let metrics = Arc::new(ProxyMetrics::default());
+    let (router, backends) = (Arc::clone(&fleet.router), Arc::clone(&fleet.backends));
+    listening(move |tell| async move {
+        let (listener, address) = listen().await;
+        tell.send(address).expect("main waits for it");
+        let admission = Arc::new(Admission::new(&router));
+        let serving = Arc::clone(&admission);
+        tokio::spawn(async move { serving.run(CancellationToken::new()).await });
+        let proxy = Arc::new(Proxy::new(&router, admission, backends, settings, metrics));
+        let picker = Picker::new(proxy, PickerSettings::default(), PickerMetrics::default());
+        PickerServer::new(listener, picker, None)
+            .run_until(CancellationToken::new(), Box::new(|| Duration::ZERO))
             .await;
     })
 }
@@ -75,6 +98,11 @@ pub(super) struct Fleet {
 impl Fleet {
     /// Four backends, all of them the one engine.
     pub(super) fn new(engine: SocketAddr) -> Self {
+        Self::of(&[engine; ENGINES])
+    }
+
+    /// A backend for each address.
+    pub(super) fn of(engines: &[SocketAddr]) -> Self {
         let log = Arc::new(Log(Mutex::new((RouterState::new(), 0))));
         let view = log.0.lock().expect("nobody panics").0.view();
         let backends = Arc::new(Backends::new(ProbeSettings::default()));
@@ -96,7 +124,7 @@ impl Fleet {
             select: SelectSettings::default(),
             clock: Clock::default(),
         }));
-        for (seq, command) in (1..).zip(commands(engine)) {
+        for (seq, command) in (1..).zip(commands(engines)) {
             let origin = Origin {
                 replica: ReplicaId(1),
                 session: SessionId(1),
@@ -138,14 +166,14 @@ impl Fleet {
     }
 }
 
-/// A cluster whose backends are all at `engine`.
-fn commands(engine: SocketAddr) -> Vec<Command> {
+/// A cluster whose backends are at these addresses.
+fn commands(engines: &[SocketAddr]) -> Vec<Command> {
     let mut commands = vec![Command::InitCluster {
         hash_seed: 7,
         policy: PolicyConfig::Cost(Default::default()),
         fairness: FairnessSettings::default(),
     }];
-    commands.extend((0..ENGINES).map(|number| {
+    commands.extend(engines.iter().enumerate().map(|(number, engine)| {
         Command::PutBackend(BackendSpec {
             id: format!("engine-{number}"),
             url: format!("http://{engine}"),

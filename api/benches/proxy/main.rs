@@ -4,12 +4,15 @@
 //! (`/proc/.../schedstat`, nanoseconds). Clients, engine, state and outbox run on other threads and
 //! do not count. `pump` is the same traffic through a thread that only copies bytes: the floor that
 //! two sockets and their system calls set. `TLS` is the proxy with TLS to its clients. CPU time, not
-//! elapsed time, so that a busy machine blurs the figures little.
+//! elapsed time, so that a busy machine blurs the figures little. Picks for gateways alone:
+//! `cargo bench -p api --bench proxy -- picks`.
 
 mod clients;
 mod engine;
 mod fleet;
+mod picks;
 mod tls;
+mod traces;
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -18,7 +21,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use api::prompt::parse;
-use api::routing::{AttemptEnd, DispatchTerms, RoutingRequest};
+use api::routing::{AttemptEnd, DispatchTerms, RequestStages, RoutingRequest};
 use bytes::Bytes;
 use tokio::net::TcpListener;
 
@@ -26,17 +29,21 @@ use crate::clients::{ADA, ClientKind, PROMPTS, drive, requests};
 use crate::engine::{spawn_engine, spawn_pump};
 use crate::fleet::{Fleet, spawn_proxy};
 use crate::tls::TestCertificate;
+use crate::traces::spawn_collector;
 
 /// How long each case is measured.
 const CASE_TIME: Duration = Duration::from_millis(2500);
 const WARM_UP: Duration = Duration::from_millis(300);
 
 fn main() {
+    if std::env::args().any(|arg| arg == "picks") {
+        return picks::compare();
+    }
     let engine = spawn_engine();
     let fleet = Fleet::new(engine);
     let certificate = TestCertificate::new();
-    let proxy = spawn_proxy(&fleet, None);
-    let tls_proxy = spawn_proxy(&fleet, Some(certificate.listener()));
+    let proxy = spawn_proxy(&fleet, None, None);
+    let tls_proxy = spawn_proxy(&fleet, Some(certificate.listener()), None);
     let pump = spawn_pump(engine);
     let kept = ClientKind::kept();
     let kept_tls = ClientKind::kept().with_tls(&certificate.client());
@@ -79,9 +86,26 @@ fn main() {
             1e6 / us
         );
     }
+    compare_traced(&fleet, &kept);
+    picks::compare();
     println!("\nof which, alone and warm, us");
     for body_bytes in [1024, 32 * 1024] {
         phases(&fleet, body_bytes);
+    }
+}
+
+/// What it costs to be traced.
+fn compare_traced(fleet: &Fleet, kept: &ClientKind) {
+    println!("\ntraced, 1 KB, 32 events, 16 connections");
+    let requests = Arc::new(requests(1024, true));
+    for (name, sample_ppm) in [
+        ("off", None),
+        ("1 %", Some(10_000)),
+        ("100 %", Some(1_000_000)),
+    ] {
+        let proxy = spawn_proxy(fleet, None, sample_ppm.map(spawn_collector));
+        let (us, rate) = measure(&proxy, kept, &requests, 16);
+        println!("{name:<34}{us:>8.1}{rate:>28.0}");
     }
 }
 
@@ -160,18 +184,19 @@ async fn listen() -> (TcpListener, SocketAddr) {
     (listener, address)
 }
 
+/// The bodies of [`requests`].
+fn bodies(body_bytes: usize) -> Vec<Bytes> {
+    let requests = requests(body_bytes, false).into_iter();
+    let body = |request: Vec<u8>| {
+        let head = request.windows(4).position(|four| four == b"\r\n\r\n");
+        Bytes::from(request).slice(head.expect("a head") + 4..)
+    };
+    requests.map(body).collect()
+}
+
 /// What the steps between reading and forwarding take, one after the other.
 fn phases(fleet: &Fleet, body_bytes: usize) {
-    let bodies: Vec<Bytes> = requests(body_bytes, false)
-        .into_iter()
-        .map(|request| {
-            let head = request
-                .windows(4)
-                .position(|four| four == b"\r\n\r\n")
-                .expect("a head");
-            Bytes::from(request).slice(head + 4..)
-        })
-        .collect();
+    let bodies = bodies(body_bytes);
     let router = &fleet.router;
     let path = "/v1/chat/completions";
     let parsed: Vec<_> = bodies
@@ -192,7 +217,8 @@ fn phases(fleet: &Fleet, body_bytes: usize) {
         labels: &[],
         excluded: &[],
         waiting_here: 0,
-        is_separable: false,
+        endpoints: None,
+        stages: RequestStages::Whole,
     };
     let decisions: Vec<_> = (0..PROMPTS)
         .map(|i| {

@@ -3,39 +3,25 @@
 //! `[admission]` in a config file; docs/guide/admission.md explains each of them.
 
 use axum::extract::State;
-use axum::response::Response;
-use http::{HeaderName, HeaderValue};
+use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::Value;
 use state::admission::AdmissionSettings;
 use state::command::Command;
 use state::ids::LogIndex;
 
-use super::AdminState;
 use super::answer::{
-    QueryParams, ReadLevel, ReadQuery, at_level, decode, json, registry_at, submit, unchanged,
+    QueryParams, ReadLevel, ReadQuery, Written, at_level, decode, registry_at, submit, unchanged,
 };
 use super::problem::unfit;
 use super::readback::WrittenSettings;
+use super::versions::{IfMatch, Version, Versioned};
+use super::{Admin, AdminState};
 use crate::error::Problem;
 use crate::settings::{AdmissionForm, is_former};
 
-/// Since when the former names are deprecated (RFC 9745).
-pub(super) const DEPRECATION: (HeaderName, HeaderValue) = (
-    HeaderName::from_static("deprecation"),
-    HeaderValue::from_static("@1795305600"),
-);
-/// What to write in their place.
-pub(super) const WARNING: (HeaderName, HeaderValue) = (
-    HeaderName::from_static("warning"),
-    HeaderValue::from_static(
-        "299 quorate \"these names of settings are deprecated: use those of [admission] in a config \
-         file, which GET answers\"",
-    ),
-);
-
-#[derive(Serialize)]
-struct AdmissionResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct AdmissionResponse {
     index: LogIndex,
     /// Whether the founding replica's config or an operator set it; `false`: the defaults apply.
     is_set: bool,
@@ -46,14 +32,25 @@ struct AdmissionResponse {
 pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Versioned<AdmissionResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
     let set = registry.admission.as_ref();
-    Ok(json(&AdmissionResponse {
-        index,
-        is_set: set.is_some(),
-        config: set.map(AdmissionForm::from).unwrap_or_default(),
-    }))
+    let config = set.map(AdmissionForm::from).unwrap_or_default();
+    Ok(Versioned {
+        version: Version::of(&config),
+        body: AdmissionResponse {
+            index,
+            is_set: set.is_some(),
+            config,
+        },
+    })
+}
+
+fn version(admin: &Admin) -> Option<Version> {
+    let registry = admin.view.registry();
+    let set = registry.admission.as_ref();
+    let config = set.map(AdmissionForm::from).unwrap_or_default();
+    Some(Version::of(&config))
 }
 
 /// Admission settings as a body.
@@ -82,9 +79,11 @@ impl AdmissionJson {
 
 pub(super) async fn put(
     State(admin): State<AdminState>,
-    written: WrittenSettings,
-) -> Result<Response, Problem> {
+    if_match: IfMatch,
+    written: WrittenSettings<AdmissionForm>,
+) -> Result<Written, Problem> {
     let body = AdmissionJson::read(&written.config)?;
+    let _turn = if_match.turn(&admin, || version(&admin)).await?;
     if written.is_read_as_unset && body.settings == AdmissionSettings::default() {
         at_level(&admin, ReadLevel::Linearizable).await?;
         if admin.view.registry().admission.is_none() {
@@ -92,8 +91,6 @@ pub(super) async fn put(
         }
     }
     let mut answer = submit(&admin, Command::PutAdmission(body.settings)).await?;
-    if body.is_former {
-        answer.headers_mut().extend([DEPRECATION, WARNING]);
-    }
+    answer.is_former = body.is_former;
     Ok(answer)
 }

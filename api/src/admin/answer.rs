@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::rejection::PathRejection;
-use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::extract::{FromRequest, FromRequestParts, Path, Request};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use http::header::{CONTENT_TYPE, RETRY_AFTER};
+use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderValue, StatusCode};
+use http::{HeaderName, HeaderValue, StatusCode};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
+use schemars::JsonSchema;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use state::Registry;
@@ -26,13 +27,26 @@ use crate::error::Problem;
 use crate::ports::{ChangeError, ProposeError};
 use crate::shown::{escaped, is_obeyed};
 
+/// Since when the former names are deprecated (RFC 9745).
+const DEPRECATION: (HeaderName, HeaderValue) = (
+    HeaderName::from_static("deprecation"),
+    HeaderValue::from_static("@1795305600"),
+);
+/// What to write in their place.
+const WARNING: (HeaderName, HeaderValue) = (
+    HeaderName::from_static("warning"),
+    HeaderValue::from_static(
+        "299 quorate \"these names of settings are deprecated: use those of [admission] in a config \
+         file, which GET answers\"",
+    ),
+);
 /// Content type of request bodies.
 pub(super) const JSON: &str = "application/json";
 /// Longest time for a body to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// State that a read answers from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum ReadLevel {
     /// The state as applied here.
@@ -43,18 +57,25 @@ pub(super) enum ReadLevel {
 }
 
 /// Query parameters of a read without any others.
-#[derive(Debug, Clone, Copy, Default, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct ReadQuery {
+    /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
+    /// committed before.
     pub(super) read: ReadLevel,
 }
 
 /// Query parameters of a list.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct ListQuery {
+    /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
+    /// committed before.
     pub(super) read: ReadLevel,
+    /// Most entries to answer; 100 if absent.
+    #[schemars(range(min = 1, max = PAGE_ENTRIES_MAX))]
     pub(super) limit: Option<usize>,
+    /// `next_cursor` of the page before.
     pub(super) cursor: Option<String>,
 }
 
@@ -79,8 +100,15 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for QueryParams<T> {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Problem> {
-        let Query(query) =
-            Query::try_from_uri(&parts.uri).map_err(|fault| invalid("query", fault.body_text()))?;
+        let keys = form_urlencoded::parse(parts.uri.query().unwrap_or_default().as_bytes());
+        let keys = serde_urlencoded::Deserializer::new(keys);
+        let query = serde_path_to_error::deserialize(keys).map_err(|fault| {
+            let field = match fault.path().to_string() {
+                path if path.is_empty() || path == "." => "query".to_owned(),
+                key => key,
+            };
+            invalid(&field, fault.into_inner().to_string())
+        })?;
         Ok(Self(query))
     }
 }
@@ -194,10 +222,19 @@ pub(super) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
 }
 
 /// Builds a JSON answer.
-pub(super) fn json(body: &impl Serialize) -> Response {
+fn json(body: &impl Serialize) -> Response {
     let body = serde_json::to_vec(body).expect("answers have string keys only");
     let content_type = HeaderValue::from_static("application/json");
     ([(CONTENT_TYPE, content_type)], body).into_response()
+}
+
+/// An answer of JSON.
+pub(super) struct Answer<T>(pub(super) T);
+
+impl<T: Serialize> IntoResponse for Answer<T> {
+    fn into_response(self) -> Response {
+        json(&self.0)
+    }
 }
 
 /// Waits until the state satisfies `level`.
@@ -221,36 +258,98 @@ pub(super) async fn registry_at(
     Ok((index, admin.view.registry()))
 }
 
-/// A committed write.
-#[derive(Debug, Serialize)]
-struct WriteResponse {
+/// What is answered to a committed write.
+#[derive(Debug, Serialize, JsonSchema)]
+pub(super) struct WriteResponse {
+    /// Log index at which it was committed.
     index: LogIndex,
+    /// `committed`.
     outcome: &'static str,
 }
 
-fn written_at(index: LogIndex) -> Response {
-    let written = WriteResponse {
-        index,
-        outcome: "committed",
-    };
-    written_as(index, &written)
+impl WriteResponse {
+    fn at(index: LogIndex) -> Self {
+        Self {
+            index,
+            outcome: "committed",
+        }
+    }
 }
 
-/// Answers to a committed write with more than its index.
-pub(super) fn written_as(index: LogIndex, body: &impl Serialize) -> Response {
-    let mut response = json(body);
-    response.extensions_mut().insert(WriteIndex(index));
-    response
+/// A committed write.
+#[derive(Debug)]
+pub(super) struct Written {
+    index: LogIndex,
+    /// Whether the body had names that are deprecated.
+    pub(super) is_former: bool,
+}
+
+impl Written {
+    fn at(index: LogIndex) -> Self {
+        Self {
+            index,
+            is_former: false,
+        }
+    }
+}
+
+impl IntoResponse for Written {
+    fn into_response(self) -> Response {
+        let body = WriteResponse::at(self.index);
+        let index = self.index;
+        let mut response = WrittenWith { index, body }.into_response();
+        if self.is_former {
+            response.headers_mut().extend([DEPRECATION, WARNING]);
+        }
+        response
+    }
+}
+
+/// A committed write of which more is told than its index.
+pub(super) struct WrittenWith<T> {
+    pub(super) index: LogIndex,
+    pub(super) body: T,
+}
+
+impl<T: Serialize> IntoResponse for WrittenWith<T> {
+    fn into_response(self) -> Response {
+        let mut response = json(&self.body);
+        response.extensions_mut().insert(WriteIndex(self.index));
+        response
+    }
+}
+
+/// A change of members, leadership or snapshots. `index`: that of the log, if it has one.
+pub(super) struct Changed<T> {
+    index: Option<LogIndex>,
+    body: T,
+}
+
+impl<T> Changed<T> {
+    /// A change that is told otherwise than by an index of the log.
+    pub(super) fn told(body: T) -> Self {
+        Self { index: None, body }
+    }
+}
+
+impl<T: Serialize> IntoResponse for Changed<T> {
+    fn into_response(self) -> Response {
+        let mut response = json(&self.body);
+        if let Some(index) = self.index {
+            response.extensions_mut().insert(WriteIndex(index));
+        }
+        response
+    }
 }
 
 /// Answers to a write that would change nothing, after a read barrier.
-pub(super) fn unchanged(admin: &Admin) -> Response {
-    written_at(admin.view.applied())
+pub(super) fn unchanged(admin: &Admin) -> Written {
+    Written::at(admin.view.applied())
 }
 
 /// Proposes a command and answers with its outcome.
-pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Response, Problem> {
-    commit(admin, command).await.map(written_at)
+pub(super) async fn submit(admin: &Admin, command: Command) -> Result<Written, Problem> {
+    commit(admin, command).await.map(Written::at)
 }
 
 /// Proposes a command and returns the index at which it took effect.
@@ -293,11 +392,12 @@ pub(super) fn unsettled(failure: ProposeError) -> Problem {
 }
 
 /// Answers with the outcome of a membership change.
-pub(super) fn changed(fate: Result<u64, ChangeError>) -> Result<Response, Problem> {
-    match fate {
-        Ok(index) => Ok(written_at(LogIndex(index))),
-        Err(failure) => Err(not_changed(failure)),
-    }
+pub(super) fn changed(fate: Result<u64, ChangeError>) -> Result<Changed<WriteResponse>, Problem> {
+    let index = LogIndex(fate.map_err(not_changed)?);
+    Ok(Changed {
+        index: Some(index),
+        body: WriteResponse::at(index),
+    })
 }
 
 /// Returns the problem for a change that did not take place, or may not have.
@@ -365,13 +465,4 @@ pub(super) fn rejected(reject: &Rejection) -> Problem {
         Rejection::Invalid { field, .. } => problem.member("field", field.as_str()),
         _ => problem,
     }
-}
-
-/// Adds a `retry-after` header to `problem`.
-pub(super) fn retry_after(problem: Problem, seconds: u32) -> Response {
-    let mut response = problem.into_response();
-    response
-        .headers_mut()
-        .insert(RETRY_AFTER, HeaderValue::from(seconds));
-    response
 }

@@ -8,28 +8,31 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::ids::{ApiKeyId, LogIndex};
 use state::keys::KeysView;
 use state::{AuditAction, AuditEntry};
 
 use super::AdminState;
-use super::answer::{ListQuery, QueryParams, at_level, json};
+use super::answer::{Answer, ListQuery, QueryParams, at_level};
 use super::calls::AuditedCall;
 use super::problem::invalid;
 use crate::error::Problem;
 
-#[derive(Serialize)]
-struct AuditResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct AuditResponse {
     index: LogIndex,
     /// What the cluster agreed on, by whichever replica.
     writes: Vec<AuditedWrite>,
     /// What was asked of this replica, refused or not.
     calls: Vec<AuditedCall>,
+    /// Value of `cursor` for the next page of both; absent at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next_cursor: Option<String>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct AuditedWrite {
     #[serde(flatten)]
     entry: AuditEntry,
@@ -43,27 +46,24 @@ struct AuditedWrite {
 pub(super) async fn audit(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ListQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<AuditResponse>, Problem> {
     let limit = query.limit()?;
-    if query.cursor.is_some() {
-        return Err(invalid("cursor", "given, expected none: the list is short"));
-    }
+    let before = AuditCursor::of(query.cursor.as_deref())?;
     at_level(&admin, query.read).await?;
-    let (mut index, mut entries) = (LogIndex(0), Vec::new());
+    let (mut index, mut all) = (LogIndex(0), Vec::new());
     admin.cluster.with_state(&mut |state| {
         index = admin.view.applied();
-        entries = state.audit().take(limit).cloned().collect();
+        all = state.audit().cloned().collect::<Vec<_>>();
     });
     let calls = admin.calls.newest();
     let by_index = calls.iter().filter_map(|call| Some((call.index?, call)));
     let by_index: BTreeMap<LogIndex, &AuditedCall> = by_index.collect();
     let keys = admin.view.keys();
-    let ended: Vec<String> = entries
-        .iter()
-        .filter(is_of_key)
-        .map(|it| it.subject.clone())
-        .collect();
-    let writes = entries.into_iter().map(|mut entry| {
+    let ended = all.iter().filter(is_of_key).map(|it| it.subject.clone());
+    let ended: Vec<String> = ended.collect();
+    let (shown, more_writes) = page(&all, limit, |entry| entry.index < before.index);
+    let writes = shown.iter().map(|entry| {
+        let mut entry = entry.clone();
         if is_of_key(&&entry) {
             entry.subject = key_subject(&keys, &ended, entry.subject);
         }
@@ -74,11 +74,54 @@ pub(super) async fn audit(
             entry,
         }
     });
-    Ok(json(&AuditResponse {
+    let (shown_calls, more_calls) = page(&calls, limit, |call| call.number < before.number);
+    let next = AuditCursor {
+        index: shown.last().map_or(before.index, |entry| entry.index),
+        number: shown_calls.last().map_or(before.number, |call| call.number),
+    };
+    Ok(Answer(AuditResponse {
         index,
         writes: writes.collect(),
-        calls: calls.iter().take(limit).cloned().collect(),
+        calls: shown_calls.to_vec(),
+        next_cursor: (more_writes || more_calls).then(|| next.text()),
     }))
+}
+
+/// Where a page begins: what was written and called before these.
+struct AuditCursor {
+    index: LogIndex,
+    number: u64,
+}
+
+impl AuditCursor {
+    fn of(cursor: Option<&str>) -> Result<Self, Problem> {
+        let Some(cursor) = cursor else {
+            return Ok(Self {
+                index: LogIndex(u64::MAX),
+                number: u64::MAX,
+            });
+        };
+        let parts = cursor.split_once('-');
+        let read = parts.and_then(|(index, number)| {
+            Some(Self {
+                index: LogIndex(index.parse().ok()?),
+                number: number.parse().ok()?,
+            })
+        });
+        read.ok_or_else(|| invalid("cursor", format!("{cursor:?}, expected a next_cursor")))
+    }
+
+    fn text(&self) -> String {
+        format!("{}-{}", self.index, self.number)
+    }
+}
+
+/// The first `limit` of `all` that come after those for which `is_next` does not hold, and whether
+/// there are more.
+fn page<T>(all: &[T], limit: usize, is_next: impl Fn(&T) -> bool) -> (&[T], bool) {
+    let from = all.partition_point(|it| !is_next(it));
+    let left = &all[from..];
+    (&left[..left.len().min(limit)], left.len() > limit)
 }
 
 /// Whether a write was one of an API key.

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use state::Backend;
 use state::command::{BackendRole, BackendSpec, Command, EngineFacts};
 use state::discovery::DiscoveredBackend;
@@ -13,9 +14,12 @@ use state::ids::{Incarnation, LogIndex, ReplicaId, Slot};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
 
-use super::answer::{ListQuery, PathName, QueryParams, ReadQuery, json, registry_at, submit};
+use super::answer::{
+    Answer, ListQuery, PathName, QueryParams, ReadQuery, Written, registry_at, submit,
+};
 use super::problem::{invalid, not_found};
-use super::readback::{ReadBack, ReadBackJson};
+use super::readback::{ReadBack, ReadBackJson, with_shown};
+use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use crate::backends::{
     CircuitView, EngineKind, EngineMetrics, EnginePlace, EngineUrl, EngineUrlError, ProbeRecord,
@@ -26,7 +30,7 @@ use crate::kv_events::endpoint;
 use crate::shown::{escaped, is_obeyed};
 
 /// A backend with everything known about it.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct BackendDetail {
     id: String,
     url: String,
@@ -60,7 +64,7 @@ struct BackendDetail {
 }
 
 /// What an engine is.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct EngineInfo {
     /// By its metrics, else by what it says of its models.
     kind: Option<EngineKind>,
@@ -75,7 +79,7 @@ struct EngineInfo {
 }
 
 /// A model that it lists.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct EngineInfoModel {
     id: String,
     /// The model that it adapts.
@@ -106,7 +110,7 @@ impl EngineInfo {
 }
 
 /// State of a backend's ownership.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct OwnershipDetail {
     mode: KvMode,
     /// Why it is not exact; also given for a backend without KV events.
@@ -139,7 +143,7 @@ impl OwnershipDetail {
 }
 
 /// Capacity of the engine's cache. `None` means unknown, which counts as unbounded.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct CapacityDetail {
     /// Effective value: as configured, else as reported by the engine, corrected by its answers.
     blocks: Option<u32>,
@@ -148,7 +152,7 @@ struct CapacityDetail {
     engine_tokens: Option<u64>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct BackendCondition {
     /// `healthy`, `unhealthy` or `draining`, as seen by this replica.
     name: &'static str,
@@ -158,7 +162,7 @@ struct BackendCondition {
 }
 
 /// Requests dispatched and not ended.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct InFlightCounts {
     here: u32,
     cluster: u32,
@@ -167,7 +171,7 @@ struct InFlightCounts {
     share: Option<u32>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ProbeDetail {
     total: u64,
     failures_total: u64,
@@ -176,8 +180,8 @@ struct ProbeDetail {
     metrics_detail: Option<String>,
 }
 
-#[derive(Serialize)]
-struct BackendList {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct BackendList {
     index: LogIndex,
     backends: Vec<BackendDetail>,
     /// Value of `cursor` for the next page; absent at the end.
@@ -185,8 +189,8 @@ struct BackendList {
     next_cursor: Option<String>,
 }
 
-#[derive(Serialize)]
-struct BackendResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct BackendResponse {
     index: LogIndex,
     #[serde(flatten)]
     backend: BackendDetail,
@@ -195,7 +199,7 @@ struct BackendResponse {
 pub(super) async fn list(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ListQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<BackendList>, Problem> {
     let limit = query.limit()?;
     let (index, registry) = registry_at(&admin, query.read).await?;
     let after = query.cursor.as_deref().unwrap_or("");
@@ -212,7 +216,7 @@ pub(super) async fn list(
         .filter(|_| is_more)
         .map(|backend| backend.spec.id.clone());
     let backends = shown(&admin, &page);
-    Ok(json(&BackendList {
+    Ok(Answer(BackendList {
         index,
         backends,
         next_cursor,
@@ -223,12 +227,21 @@ pub(super) async fn show(
     State(admin): State<AdminState>,
     PathName(id): PathName,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Versioned<BackendResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
     let found = registry.backends.iter().find(|b| b.spec.id == id);
     let found = found.ok_or_else(|| not_found(format!("no backend has the id {id:?}")))?;
     let backend = shown(&admin, &[found]).remove(0);
-    Ok(json(&BackendResponse { index, backend }))
+    Ok(Versioned {
+        version: Version::of(&found.spec),
+        body: BackendResponse { index, backend },
+    })
+}
+
+fn version(admin: &Admin, id: &str) -> Option<Version> {
+    let registry = admin.view.registry();
+    let found = registry.backends.iter().find(|b| b.spec.id == id)?;
+    Some(Version::of(&found.spec))
 }
 
 fn shown(admin: &Admin, page: &[&Backend]) -> Vec<BackendDetail> {
@@ -343,8 +356,12 @@ impl BackendContext {
 }
 
 /// A [`BackendSpec`] whose id is in the path.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(
+    transform = with_shown::<PutBackendBody>,
+    example = json!({ "url": "http://10.0.1.1:8000", "models": ["*"], "labels": { "zone": "a" } })
+)]
 pub(super) struct PutBackendBody {
     /// May be repeated here.
     id: Option<String>,
@@ -382,8 +399,9 @@ impl ReadBack for PutBackendBody {
 pub(super) async fn put(
     State(admin): State<AdminState>,
     PathName(id): PathName,
+    if_match: IfMatch,
     ReadBackJson(body): ReadBackJson<PutBackendBody>,
-) -> Result<Response, Problem> {
+) -> Result<Written, Problem> {
     if let Some(other) = body.id.filter(|other| *other != id) {
         return Err(invalid(
             "id",
@@ -423,6 +441,7 @@ pub(super) async fn put(
     }
     endpoint::check(spec.kv_events.as_deref(), spec.kv_replay.as_deref())
         .map_err(|(field, expected)| invalid(field, expected))?;
+    let _turn = if_match.turn(&admin, || version(&admin, &spec.id)).await?;
     submit(&admin, Command::PutBackend(spec)).await
 }
 
@@ -440,21 +459,23 @@ fn allowed(admin: &Admin, field: &'static str, place: &EnginePlace) -> Result<()
 pub(super) async fn remove(
     State(admin): State<AdminState>,
     PathName(name): PathName,
-) -> Result<Response, Problem> {
+    if_match: IfMatch,
+) -> Result<Written, Problem> {
+    let _turn = if_match.turn(&admin, || version(&admin, &name)).await?;
     submit(&admin, Command::DeleteBackend { name }).await
 }
 
 pub(super) async fn drain(
     State(admin): State<AdminState>,
     PathName(name): PathName,
-) -> Result<Response, Problem> {
+) -> Result<Written, Problem> {
     set_draining(&admin, name, true).await
 }
 
 pub(super) async fn undrain(
     State(admin): State<AdminState>,
     PathName(name): PathName,
-) -> Result<Response, Problem> {
+) -> Result<Written, Problem> {
     set_draining(&admin, name, false).await
 }
 
@@ -462,7 +483,7 @@ async fn set_draining(
     admin: &AdminState,
     name: String,
     draining: bool,
-) -> Result<Response, Problem> {
+) -> Result<Written, Problem> {
     let command = Command::SetDraining { name, draining };
     submit(admin, command).await
 }

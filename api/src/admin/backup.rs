@@ -16,12 +16,13 @@ use bytes::Bytes;
 use futures_util::stream;
 use http::header::{CONTENT_DISPOSITION, CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderValue, StatusCode};
+use schemars::JsonSchema;
 use serde::Deserialize;
 use state::{FrozenState, RestoreView};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
-use super::answer::{QueryParams, ReadLevel, at_level, retry_after};
+use super::answer::{QueryParams, ReadLevel, at_level};
 use super::{Admin, AdminState};
 use crate::backup::{BackupHead, BackupWriter, LengthCounter, file_bytes};
 use crate::divergence::hex;
@@ -32,9 +33,11 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum number of chunks that wait for the client.
 const WAITING_MAX: usize = 2;
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct BackupQuery {
+    /// State to answer from: `linearizable`, with everything that was committed before, or `local`,
+    /// as applied here, for a cluster without a quorum. Default: `linearizable`.
     read: ReadLevel,
 }
 
@@ -50,13 +53,13 @@ impl Default for BackupQuery {
 pub(super) async fn backup(
     State(shared): State<AdminState>,
     QueryParams(query): QueryParams<BackupQuery>,
-) -> Result<Response, Problem> {
+) -> Result<BackupFile, Problem> {
     let Ok(turn) = Arc::clone(&shared.backups).try_acquire_owned() else {
         let (status, title) = (
             StatusCode::SERVICE_UNAVAILABLE,
             "another backup is under way",
         );
-        return Ok(retry_after(Problem::new(status, "limit", title), 5));
+        return Err(Problem::new(status, "limit", title).retry_after(5));
     };
     at_level(&shared, query.read).await?;
     let (frozen, mut head) = freeze(&shared)?;
@@ -70,20 +73,39 @@ pub(super) async fn backup(
     let (frozen, bytes) = measured.and_then(|it| it).map_err(|error| broken(&error))?;
     head.bytes = bytes;
     let length = file_bytes(&head).map_err(|error| broken(&error))?;
-    let name = format!("attachment; filename=\"quorate-{}.backup\"", head.index);
-    let headers = [
-        (
-            CONTENT_TYPE,
-            HeaderValue::from_static("application/octet-stream"),
-        ),
-        (CONTENT_LENGTH, HeaderValue::from(length)),
-        (
-            CONTENT_DISPOSITION,
-            HeaderValue::from_str(&name).expect("a number within plain text"),
-        ),
-    ];
     tracing::info!(log_index = head.index, bytes = length, "backup started");
-    Ok((headers, send(frozen, head, turn)).into_response())
+    Ok(BackupFile {
+        length,
+        index: head.index,
+        body: send(frozen, head, turn),
+    })
+}
+
+/// A backup that is being written.
+pub(super) struct BackupFile {
+    /// In bytes.
+    length: u64,
+    /// Applied index of the state.
+    index: u64,
+    body: Body,
+}
+
+impl IntoResponse for BackupFile {
+    fn into_response(self) -> Response {
+        let name = format!("attachment; filename=\"quorate-{}.backup\"", self.index);
+        let headers = [
+            (
+                CONTENT_TYPE,
+                HeaderValue::from_static("application/octet-stream"),
+            ),
+            (CONTENT_LENGTH, HeaderValue::from(self.length)),
+            (
+                CONTENT_DISPOSITION,
+                HeaderValue::from_str(&name).expect("a number within plain text"),
+            ),
+        ];
+        (headers, self.body).into_response()
+    }
 }
 
 /// Freezes the state between two applies. Rejected during a restore, when the state is about to be

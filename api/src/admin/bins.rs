@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::ids::LogIndex;
 use state::outputs::Boundaries;
@@ -12,12 +12,12 @@ use state::prefix::model_key;
 use state::service::LimitFigures;
 
 use super::AdminState;
-use super::answer::{QueryParams, ReadQuery, json, registry_at};
+use super::answer::{Answer, QueryParams, ReadQuery, registry_at};
 use crate::admission::ModelQueueView;
 use crate::error::Problem;
 
-#[derive(Serialize)]
-struct BinsResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct BinsResponse {
     index: LogIndex,
     models: Vec<ModelBins>,
     /// Requests waiting at this replica.
@@ -25,7 +25,7 @@ struct BinsResponse {
     backends: Vec<BackendBins>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ModelBins {
     /// Hash of the name, 16 hex digits: the state does not store model names.
     key: String,
@@ -41,7 +41,7 @@ struct ModelBins {
     median: Option<u32>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct BackendBins {
     backend: String,
     #[serde(flatten)]
@@ -51,7 +51,7 @@ struct BackendBins {
 pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<BinsResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
     let described = registry.backends.iter().flat_map(|it| &it.spec.models);
     let listed = registry
@@ -75,7 +75,7 @@ pub(super) async fn show(
         backend: backend.spec.id.clone(),
         limit: service.get(backend.handle.slot).map(|served| served.limits),
     });
-    Ok(json(&BinsResponse {
+    Ok(Answer(BinsResponse {
         index,
         models: models.collect(),
         waiting: admin.admission.lines(),

@@ -2,20 +2,22 @@
 //! how a user's is written (ADR 0072).
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use state::caches::CacheScope;
 use state::command::Command;
 use state::ids::LogIndex;
 
-use super::AdminState;
-use super::answer::{QueryParams, ReadQuery, at_level, json, name_of, submit};
+use super::answer::{QueryParams, ReadQuery, Written, at_level, name_of, submit};
 use super::problem::invalid;
-use super::readback::{ReadBack, ReadBackJson};
+use super::readback::{ReadBack, ReadBackJson, with_shown};
+use super::versions::{IfMatch, Version, Versioned};
+use super::{Admin, AdminState};
 use crate::error::Problem;
 
 /// Whether cached blocks are shared, as operators write it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum CacheForm {
     /// As for all users without a setting of their own.
@@ -27,7 +29,7 @@ pub(super) enum CacheForm {
 }
 
 /// A cache scope as answers show it.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 pub(super) struct ShownScope {
     cache: CacheForm,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -70,8 +72,8 @@ pub(super) fn scope_of(
     }
 }
 
-#[derive(Serialize)]
-struct CacheSettings {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct CacheSettings {
     index: LogIndex,
     /// What holds for users without a setting of their own.
     #[serde(flatten)]
@@ -85,23 +87,33 @@ struct CacheSettings {
 pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Versioned<CacheSettings>, Problem> {
     at_level(&admin, query.read).await?;
     let index = admin.view.applied();
     let (registry, caches) = (admin.view.registry(), admin.view.caches());
     let backends = registry.backends.iter();
     let unsalted = backends.filter(|backend| !admin.backends.knows_salts(backend));
-    Ok(json(&CacheSettings {
-        index,
-        scope: caches.default_scope().into(),
-        users: caches.len(),
-        unsalted_backends: unsalted.map(|backend| backend.spec.id.clone()).collect(),
-    }))
+    let scope = ShownScope::from(caches.default_scope());
+    Ok(Versioned {
+        version: Version::of(&scope),
+        body: CacheSettings {
+            index,
+            scope,
+            users: caches.len(),
+            unsalted_backends: unsalted.map(|backend| backend.spec.id.clone()).collect(),
+        },
+    })
+}
+
+fn version(admin: &Admin) -> Option<Version> {
+    let scope = ShownScope::from(admin.view.caches().default_scope());
+    Some(Version::of(&scope))
 }
 
 /// What holds for users without a setting of their own.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(transform = with_shown::<PutCacheBody>, example = json!({ "cache": "isolated" }))]
 pub(super) struct PutCacheBody {
     cache: Option<CacheForm>,
     cache_group: Option<String>,
@@ -113,11 +125,13 @@ impl ReadBack for PutCacheBody {
 
 pub(super) async fn put(
     State(admin): State<AdminState>,
+    if_match: IfMatch,
     ReadBackJson(body): ReadBackJson<PutCacheBody>,
-) -> Result<Response, Problem> {
+) -> Result<Written, Problem> {
     let Some(scope) = scope_of(body.cache, body.cache_group.as_ref())? else {
         let expected = "neither cache nor cache_group".to_owned();
         return Err(invalid("body", expected));
     };
+    let _turn = if_match.turn(&admin, || version(&admin)).await?;
     submit(&admin, Command::SetCacheScope { user: None, scope }).await
 }

@@ -9,6 +9,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use http::Uri;
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::ids::LogIndex;
 
@@ -27,8 +28,11 @@ const TARGET: &str = "quorate::audit";
 pub(super) struct WriteIndex(pub(super) LogIndex);
 
 /// A call that takes more than the right to read.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, JsonSchema)]
 pub(super) struct AuditedCall {
+    /// Position among the calls of this process, from 1.
+    #[serde(skip)]
+    pub(super) number: u64,
     /// Unix time, in milliseconds.
     pub(super) at_ms: u64,
     /// Name of the token or certificate; `None`: nobody has to have one here.
@@ -48,10 +52,18 @@ pub(super) struct AuditedCall {
 
 /// The last calls of this replica.
 #[derive(Debug, Default)]
-pub(super) struct CallLog(Mutex<VecDeque<AuditedCall>>);
+pub(super) struct CallLog(Mutex<KeptCalls>);
+
+#[derive(Debug, Default)]
+struct KeptCalls {
+    /// The newest first.
+    calls: VecDeque<AuditedCall>,
+    /// Calls ever noted.
+    total: u64,
+}
 
 impl CallLog {
-    pub(super) fn note(&self, call: AuditedCall) {
+    pub(super) fn note(&self, mut call: AuditedCall) {
         tracing::info!(
             target: TARGET,
             who = call.who.as_deref(),
@@ -64,19 +76,21 @@ impl CallLog {
             log_index = call.index.map(|index| index.0),
             "admin call"
         );
-        let mut calls = self.calls();
-        if calls.len() == CALLS_MAX {
-            calls.pop_back();
+        let mut kept = self.kept();
+        kept.total += 1;
+        call.number = kept.total;
+        if kept.calls.len() == CALLS_MAX {
+            kept.calls.pop_back();
         }
-        calls.push_front(call);
+        kept.calls.push_front(call);
     }
 
     /// All that are kept, the newest first.
     pub(super) fn newest(&self) -> Vec<AuditedCall> {
-        self.calls().iter().cloned().collect()
+        self.kept().calls.iter().cloned().collect()
     }
 
-    fn calls(&self) -> MutexGuard<'_, VecDeque<AuditedCall>> {
+    fn kept(&self) -> MutexGuard<'_, KeptCalls> {
         // Every change leaves it well formed.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

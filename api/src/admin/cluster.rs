@@ -3,14 +3,15 @@
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::response::Response;
 use http::StatusCode;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use state::ids::ReplicaId;
 
 use super::answer::{
-    Json, MaybeJson, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, changed, json,
-    not_changed, retry_after,
+    Answer, Changed, Json, MaybeJson, PathParam, QueryParams, ReadLevel, ReadQuery, WriteResponse,
+    at_level, changed, not_changed,
 };
 use super::problem::invalid;
 use super::{Admin, AdminState};
@@ -24,17 +25,17 @@ const DIGEST_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<ClusterResponse>, Problem> {
     at_level(&admin, query.read).await?;
     let registry = admin.view.registry();
-    Ok(json(&ClusterResponse {
+    Ok(Answer(ClusterResponse {
         status: admin.cluster.status(),
         hashes_keyed: (registry.initialised).then_some(registry.hash_secret.is_some()),
     }))
 }
 
-#[derive(Serialize)]
-struct ClusterResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct ClusterResponse {
     #[serde(flatten)]
     status: ClusterStatus,
     /// Whether blocks are hashed under a secret. Clusters founded by an earlier build have none.
@@ -42,17 +43,22 @@ struct ClusterResponse {
     hashes_keyed: Option<bool>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(example = json!({ "id": 4, "address": "10.0.0.4:8082" }))]
 pub(super) struct NewMember {
+    /// Its `node.id`, never used before.
+    #[schemars(range(min = 1))]
     id: u8,
+    /// Host and port of its peer listener.
+    #[schemars(regex(pattern = r"^[^:].*:[0-9]{1,5}$"))]
     address: String,
 }
 
 pub(super) async fn add(
     State(admin): State<AdminState>,
     Json(member): Json<NewMember>,
-) -> Result<Response, Problem> {
+) -> Result<Changed<WriteResponse>, Problem> {
     let id = replica(member.id, "id")?;
     let port = member.address.rsplit_once(':').map(|(_, port)| port);
     let is_address = port.is_some_and(|port| port.parse::<u16>().is_ok_and(|port| port > 0));
@@ -68,26 +74,29 @@ pub(super) async fn add(
 pub(super) async fn remove(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<u8>,
-) -> Result<Response, Problem> {
+) -> Result<Changed<WriteResponse>, Problem> {
     changed(admin.cluster.remove_member(replica(id, "path")?).await)
 }
 
 pub(super) async fn promote(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<u8>,
-) -> Result<Response, Problem> {
+) -> Result<Changed<WriteResponse>, Problem> {
     changed(admin.cluster.promote_member(replica(id, "path")?).await)
 }
 
-#[derive(Default, Deserialize)]
+#[derive(Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(example = json!({ "to": 2 }))]
 pub(super) struct TransferBody {
+    /// The next leader; absent: the voter that is furthest.
+    #[schemars(range(min = 1))]
     #[serde(default)]
     to: Option<u8>,
 }
 
-#[derive(Serialize)]
-struct TransferResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct TransferResponse {
     leader: ReplicaId,
     outcome: &'static str,
 }
@@ -95,11 +104,11 @@ struct TransferResponse {
 pub(super) async fn transfer(
     State(admin): State<AdminState>,
     MaybeJson(body): MaybeJson<TransferBody>,
-) -> Result<Response, Problem> {
+) -> Result<Changed<TransferResponse>, Problem> {
     let to = body.unwrap_or_default().to;
     let to = to.map(|id| replica(id, "to")).transpose()?;
     match admin.cluster.transfer_leader(to).await {
-        Ok(leader) => Ok(json(&TransferResponse {
+        Ok(leader) => Ok(Changed::told(TransferResponse {
             leader,
             outcome: "committed",
         })),
@@ -107,7 +116,9 @@ pub(super) async fn transfer(
     }
 }
 
-pub(super) async fn snapshot(State(admin): State<AdminState>) -> Result<Response, Problem> {
+pub(super) async fn snapshot(
+    State(admin): State<AdminState>,
+) -> Result<Changed<WriteResponse>, Problem> {
     changed(admin.cluster.snapshot().await)
 }
 
@@ -118,15 +129,18 @@ fn replica(id: u8, field: &str) -> Result<ReplicaId, Problem> {
     Ok(ReplicaId(id))
 }
 
-#[derive(Default, Deserialize)]
+#[derive(Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct DigestQuery {
+    /// Applied index whose digest is asked for; without it, that of now.
     index: Option<u64>,
+    /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
+    /// committed before.
     read: ReadLevel,
 }
 
-#[derive(Serialize)]
-struct DigestResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct DigestResponse {
     index: u64,
     digest: String,
 }
@@ -137,7 +151,7 @@ struct DigestResponse {
 pub(super) async fn digest(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<DigestQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<DigestResponse>, Problem> {
     at_level(&admin, query.read).await?;
     let Some(index) = query.index else {
         let (index, digest) = digest_now(&admin);
@@ -156,7 +170,7 @@ pub(super) async fn digest(
         let problem = problem
             .detail(format!("applied up to {applied}, asked for {index}"))
             .member("applied_index", applied);
-        return Ok(retry_after(problem, 1));
+        return Err(problem.retry_after(1));
     }
     let problem = Problem::new(
         StatusCode::NOT_FOUND,
@@ -170,8 +184,8 @@ pub(super) async fn digest(
     })
 }
 
-fn answer(index: u64, digest: u128) -> Response {
-    json(&DigestResponse {
+fn answer(index: u64, digest: u128) -> Answer<DigestResponse> {
+    Answer(DigestResponse {
         index,
         digest: hex(digest),
     })

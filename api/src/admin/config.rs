@@ -3,26 +3,26 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::Value;
 use state::Registry;
 use state::ids::LogIndex;
 
 use super::AdminState;
-use super::answer::{QueryParams, ReadQuery, json, registry_at};
+use super::answer::{Answer, QueryParams, ReadQuery, registry_at};
 use crate::error::Problem;
 use crate::settings::{self, FileSettings, SettingKey};
 
-#[derive(Serialize)]
-struct ConfigResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct ConfigResponse {
     index: LogIndex,
     /// Keys that this replica's config sets and of which the cluster has another value.
     differences: BTreeSet<String>,
     keys: BTreeMap<String, KeyDetail>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct KeyDetail {
     /// `cluster`: replicated, changed through this API; the config only founds a cluster with it.
     /// `replica`: as this replica's config says.
@@ -37,12 +37,12 @@ struct KeyDetail {
 pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<ConfigResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
     let file = admin.file.now();
     let differences = file.differences(&registry);
     let differences = differences.iter().map(|it| it.key.to_string());
-    Ok(json(&ConfigResponse {
+    Ok(Answer(ConfigResponse {
         index,
         differences: differences.collect(),
         keys: keys(&file, &registry),

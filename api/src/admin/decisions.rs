@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::ids::{LogIndex, ReplicaId};
 use state::policy::Reason;
 
-use super::answer::{ListQuery, PathParam, QueryParams, json};
+use super::answer::{Answer, ListQuery, PathParam, QueryParams};
 use super::problem::{invalid, not_found};
 use super::users::key_text;
 use super::{Admin, AdminState};
@@ -21,7 +21,7 @@ use crate::proxy::{DecidedAttempt, RequestEnd, RequestRecord};
 use crate::routing::{AttemptReport, DecisionView, Usage};
 
 /// Query parameters of the list.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct DecisionQuery {
     /// Only this user's, by name.
@@ -30,12 +30,15 @@ pub(super) struct DecisionQuery {
     backend: Option<String>,
     /// Only those for this model.
     model: Option<String>,
+    /// Most entries to answer; 100 if absent.
+    #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
     limit: Option<usize>,
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
 }
 
-#[derive(Serialize)]
-struct DecisionList {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct DecisionList {
     /// The replica that decided.
     replica: ReplicaId,
     /// Requests kept at present.
@@ -53,7 +56,7 @@ struct DecisionList {
 }
 
 /// A request and what became of it.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct DecisionSummary {
     request_id: String,
     replica: ReplicaId,
@@ -79,7 +82,7 @@ struct DecisionSummary {
 }
 
 /// The last decision in short.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct LastDecision {
     index: LogIndex,
     policy: &'static str,
@@ -97,7 +100,7 @@ struct LastDecision {
 }
 
 /// How a request ended.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct EndView {
     /// As `quorate_proxy_requests_total` counts it.
     outcome: &'static str,
@@ -109,7 +112,7 @@ struct EndView {
 }
 
 /// What an attempt came to.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ReportView {
     end: &'static str,
     /// What the engine reported; `null`: nothing.
@@ -122,14 +125,14 @@ struct ReportView {
     duration_ms: f64,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct UsageView {
     prompt_tokens: u64,
     cached_tokens: Option<u64>,
     completion_tokens: u64,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ChargedView {
     input_uncached: u64,
     input_cached: u64,
@@ -137,8 +140,8 @@ struct ChargedView {
 }
 
 /// A request, whole.
-#[derive(Serialize)]
-struct DecisionDetail {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct DecisionDetail {
     #[serde(flatten)]
     summary: DecisionSummary,
     priority: i16,
@@ -151,7 +154,7 @@ struct DecisionDetail {
 }
 
 /// One attempt: its decision, and what came of it.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct AttemptView {
     /// From when the request was understood to the dispatch.
     after_ms: f64,
@@ -173,7 +176,7 @@ struct AttemptView {
 pub(super) async fn list(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<DecisionQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<DecisionList>, Problem> {
     let page = ListQuery {
         limit: query.limit,
         ..ListQuery::default()
@@ -220,13 +223,13 @@ pub(super) async fn list(
             .map(|it| DecisionSummary::of(&admin, it))
             .collect(),
     };
-    Ok(json(&answer))
+    Ok(Answer(answer))
 }
 
 pub(super) async fn show(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<String>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<DecisionDetail>, Problem> {
     let found = admin.decisions.find(id.as_bytes());
     let record = found.ok_or_else(|| unknown(&admin))?;
     let names = |backend| admin.decider.name_of(backend);
@@ -240,7 +243,7 @@ pub(super) async fn show(
         failure: attempt.decision.failure(),
         outcome: attempt.decision.outcome().map(ReportView::of),
     };
-    Ok(json(&DecisionDetail {
+    Ok(Answer(DecisionDetail {
         priority: record.priority,
         deadline_ms: record.deadline.map(ms),
         max_tokens: record.tokens_max,
@@ -342,7 +345,7 @@ impl ReportView {
 }
 
 /// Milliseconds with their microseconds.
-fn ms(time: Duration) -> f64 {
+pub(super) fn ms(time: Duration) -> f64 {
     let us = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
     f64::from(us) / 1000.0
 }

@@ -1,17 +1,17 @@
 //! What the sources of engines told this replica, and what came of it.
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::ids::{LogIndex, ReplicaId};
 
 use super::AdminState;
-use super::answer::{QueryParams, ReadQuery, json, registry_at};
+use super::answer::{Answer, QueryParams, ReadQuery, registry_at};
 use crate::discovery::SourceReport;
 use crate::error::Problem;
 
-#[derive(Serialize)]
-struct DiscoveryResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct DiscoveryResponse {
     index: LogIndex,
     /// The leader brings the cluster to what its sources tell; each replica looks at its own.
     leader: Option<ReplicaId>,
@@ -21,7 +21,7 @@ struct DiscoveryResponse {
 }
 
 /// A backend without its source. It stays as it is.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct OrphanBackend {
     backend: String,
     source: String,
@@ -30,7 +30,7 @@ struct OrphanBackend {
 pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<DiscoveryResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
     let sources = admin.discovery.report();
     let is_known = |source: &str| sources.iter().any(|known| known.id() == source);
@@ -42,7 +42,7 @@ pub(super) async fn show(
         })
     });
     let orphans = orphans.collect();
-    Ok(json(&DiscoveryResponse {
+    Ok(Answer(DiscoveryResponse {
         index,
         leader: admin.cluster.status().leader,
         sources,

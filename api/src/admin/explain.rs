@@ -6,17 +6,18 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use axum::extract::State;
-use axum::response::Response;
 use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Version};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::AdminState;
-use super::answer::{Json, QueryParams, ReadLevel, ReadQuery, at_level, decode, json};
+use super::answer::{Answer, Json, QueryParams, ReadLevel, ReadQuery, at_level, decode};
 use super::problem::invalid;
 use super::users::key_text;
 use crate::error::{Problem, ProxyError, rescue};
@@ -25,10 +26,16 @@ use crate::proxy::{RequestHead, RequestOrigin, RequestReader};
 use crate::routing::{Decider, Explanation, Router, SharedOutbox};
 
 /// A request as a client would send it.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(example = json!({
+    "path": "/v1/chat/completions",
+    "headers": { "x-quorate-user": "ann" },
+    "body": { "model": "m", "messages": [{ "role": "user", "content": "Hello" }] },
+}))]
 pub(super) struct ExplainBody {
     /// Path such as `/v1/chat/completions`.
+    #[schemars(regex(pattern = "^/"))]
     path: String,
     /// Headers, each with a value or a list of them.
     #[serde(default)]
@@ -40,6 +47,7 @@ pub(super) struct ExplainBody {
     /// charged to; no key is needed then.
     user: Option<String>,
     /// Body: JSON, or a string that contains it byte for byte.
+    #[schemars(with = "Value")]
     pub(super) body: Box<RawValue>,
     /// Whether to show the prompt's token ids.
     #[serde(default)]
@@ -47,7 +55,7 @@ pub(super) struct ExplainBody {
 }
 
 /// The values of a header.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(untagged)]
 pub(super) enum HeaderValues {
     One(String),
@@ -66,8 +74,8 @@ impl HeaderValues {
 /// Maximum number of token ids shown.
 const SHOWN_IDS_MAX: usize = 4096;
 
-#[derive(Serialize)]
-struct ExplainResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct ExplainResponse {
     read: &'static str,
     stream: bool,
     /// Who pays.
@@ -101,12 +109,12 @@ pub(super) async fn explain(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
     Json(would_be): Json<ExplainBody>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<ExplainResponse>, Problem> {
     let asked = WouldBe::of(would_be)?;
     at_level(&admin, query.read).await?;
     let (decider, outbox) = (&admin.decider, &admin.outbox);
     let answer = asked.explained(&admin.requests, decider, outbox).await?;
-    Ok(json(&ExplainResponse {
+    Ok(Answer(ExplainResponse {
         read: match query.read {
             ReadLevel::Local => "local",
             ReadLevel::Linearizable => "linearizable",

@@ -22,13 +22,13 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 
 use super::Admin;
-use super::answer::retry_after;
 use super::calls::{AuditedCall, CallLog, WriteIndex, shown_path};
 use super::certified::{CallerCertificate, CertifiedOperators};
 use super::failures::FailedTries;
 use super::roles::{AdminRole, Operator, Permission};
 use super::routes::permission;
 use super::tokens::AdminTokens;
+use super::whoami::Caller;
 use crate::clock::Clock;
 use crate::error::Problem;
 use crate::proxy::client_of;
@@ -103,13 +103,14 @@ impl Gate {
 }
 
 /// Lets a call through, or answers why not.
-pub(super) async fn guard(State(gate): State<Gate>, request: Request, next: Next) -> Response {
+pub(super) async fn guard(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
     let gate = gate.0;
     let path = request.extensions().get::<MatchedPath>();
     let needed = permission(path.map(MatchedPath::as_str), request.method());
     let address = request.extensions().get::<CallerAddress>();
     let from = address.map(|it| it.0.ip().to_canonical());
     let call = needed.is_audited().then(|| AuditedCall {
+        number: 0,
         at_ms: gate.clock.unix_ms(),
         who: None,
         role: None,
@@ -122,6 +123,7 @@ pub(super) async fn guard(State(gate): State<Gate>, request: Request, next: Next
     });
     match gate.admit(&request, from, needed) {
         Ok(operator) => {
+            request.extensions_mut().insert(Caller(operator.clone()));
             let response = next.run(request).await;
             gate.note(call, operator, &response);
             response
@@ -243,7 +245,8 @@ impl CallRefusal {
                     "too many wrong tokens from this address",
                 );
                 let seconds = u32::try_from(wait.as_secs()).unwrap_or(u32::MAX);
-                retry_after(problem, seconds.saturating_add(1))
+                let seconds = seconds.saturating_add(1);
+                problem.retry_after(seconds).into_response()
             }
             Self::NoOperator(why) => Problem::new(
                 StatusCode::FORBIDDEN,

@@ -5,24 +5,25 @@ use std::fmt;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::de::{Deserializer, Visitor};
 use serde::{Deserialize, Serialize};
-use state::command::Command;
+use serde_json::json;
+use state::command::{Command, NAME_BYTES_MAX};
 use state::ids::{ApiKeyId, LogIndex};
 use state::keys::{ApiKey, ApiKeySpec, EXPIRY_MS_MAX};
 
 use super::AdminState;
 use super::answer::{
-    Json, ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, commit, json, name_of,
-    submit, written_as,
+    Answer, Json, ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, Written, WrittenWith,
+    at_level, commit, name_of, submit,
 };
 use super::problem::{invalid, not_found};
 use crate::api_keys::{NewSecret, draw_id};
 use crate::error::Problem;
 
 /// A key as it is shown: without its secret, and without the hash of it.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct ApiKeyDetail {
     id: String,
     name: String,
@@ -60,8 +61,8 @@ impl ApiKeyDetail {
     }
 }
 
-#[derive(Serialize)]
-struct KeyList {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct KeyList {
     index: LogIndex,
     keys: Vec<ApiKeyDetail>,
     /// Value of `cursor` for the next page; absent at the end.
@@ -69,29 +70,35 @@ struct KeyList {
     next_cursor: Option<String>,
 }
 
-#[derive(Serialize)]
-struct KeyResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct KeyResponse {
     index: LogIndex,
     #[serde(flatten)]
     key: ApiKeyDetail,
 }
 
 /// A secret, this once.
-#[derive(Serialize)]
-struct SecretResponse<'a> {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct SecretResponse {
     index: LogIndex,
     outcome: &'static str,
     id: String,
-    secret: &'a str,
+    /// The secret: nobody can have it again.
+    secret: String,
 }
 
 /// Query parameters of the list.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KeysQuery {
+    /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
+    /// committed before.
     #[serde(default)]
     read: ReadLevel,
+    /// Most entries to answer; 100 if absent.
+    #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
     limit: Option<usize>,
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
     /// Only keys of this user.
     user: Option<String>,
@@ -100,7 +107,7 @@ pub(super) struct KeysQuery {
 pub(super) async fn list(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<KeysQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<KeyList>, Problem> {
     let after = query.cursor.as_deref();
     let after = after.map(|cursor| id_of("cursor", cursor)).transpose()?;
     let page = ListQuery {
@@ -127,7 +134,7 @@ pub(super) async fn list(
         keys.truncate(limit);
         next_cursor = keys.last().map(|key| key.id.clone());
     }
-    Ok(json(&KeyList {
+    Ok(Answer(KeyList {
         index,
         keys,
         next_cursor,
@@ -138,7 +145,7 @@ pub(super) async fn show(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<String>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<KeyResponse>, Problem> {
     let id = id_of("id", &id)?;
     at_level(&admin, query.read).await?;
     let index = admin.view.applied();
@@ -147,21 +154,37 @@ pub(super) async fn show(
         .get(id)
         .ok_or_else(|| not_found(format!("no API key has the id {id}")))?;
     let key = ApiKeyDetail::of(key, admin.clock.unix_ms());
-    Ok(json(&KeyResponse { index, key }))
+    Ok(Answer(KeyResponse { index, key }))
 }
 
 /// A key as asked for.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(example = json!({ "user": "ann", "expires_at": "2027-01-31T12:00:00Z" }))]
 pub(super) struct CreateKeyBody {
+    /// Who pays for what is asked with it.
+    #[schemars(length(min = 1, max = NAME_BYTES_MAX))]
     user: String,
     /// The user's if absent.
+    #[schemars(length(min = 1, max = NAME_BYTES_MAX))]
     name: Option<String>,
+    #[schemars(with = "Option<DateForm>")]
     expires_at: Option<Date>,
+    /// Models that it may use, each a name or the beginning of one with `*`; empty: all.
     #[serde(default)]
     models: Vec<String>,
+    /// Paths that it may use, in the same way; empty: all.
     #[serde(default)]
     scopes: Vec<String>,
+}
+
+/// A point in time, as RFC 3339 or in Unix seconds.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "stands for a date in the document")]
+enum DateForm {
+    Text(#[schemars(extend("format" = "date-time"))] String),
+    Seconds(u64),
 }
 
 /// A point in time, as RFC 3339 or in Unix seconds.
@@ -212,7 +235,7 @@ impl Date {
 pub(super) async fn create(
     State(admin): State<AdminState>,
     Json(body): Json<CreateKeyBody>,
-) -> Result<Response, Problem> {
+) -> Result<WrittenWith<SecretResponse>, Problem> {
     name_of("user", &body.user)?;
     let name = body.name.unwrap_or_else(|| body.user.clone());
     name_of("name", &name)?;
@@ -238,7 +261,7 @@ pub(super) async fn create(
 }
 
 /// Query parameters of a rotation.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RotateQuery {
     /// How long the present secret is still taken; absent: not at all.
@@ -249,7 +272,7 @@ pub(super) async fn rotate(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<String>,
     QueryParams(query): QueryParams<RotateQuery>,
-) -> Result<Response, Problem> {
+) -> Result<WrittenWith<SecretResponse>, Problem> {
     let id = id_of("id", &id)?;
     let grace = match &query.grace {
         None => Duration::ZERO,
@@ -271,7 +294,7 @@ pub(super) async fn rotate(
 pub(super) async fn revoke(
     State(admin): State<AdminState>,
     PathParam(id): PathParam<String>,
-) -> Result<Response, Problem> {
+) -> Result<Written, Problem> {
     let id = id_of("id", &id)?;
     submit(&admin, Command::EndKey { id }).await
 }
@@ -282,17 +305,17 @@ fn told_once(
     written: Result<LogIndex, Problem>,
     id: ApiKeyId,
     secret: &NewSecret,
-) -> Result<Response, Problem> {
+) -> Result<WrittenWith<SecretResponse>, Problem> {
     let id = id.to_string();
     match written {
         Ok(index) => {
-            let answer = SecretResponse {
+            let body = SecretResponse {
                 index,
                 outcome: "committed",
                 id,
-                secret: secret.text(),
+                secret: secret.text().to_owned(),
             };
-            Ok(written_as(index, &answer))
+            Ok(WrittenWith { index, body })
         }
         Err(problem) => Err(problem.member("id", id)),
     }

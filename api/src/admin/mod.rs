@@ -20,8 +20,11 @@ mod calls;
 mod certified;
 mod cluster;
 mod config;
+mod console;
 mod decisions;
+mod describe;
 mod discovery;
+mod document;
 mod explain;
 mod failures;
 #[cfg(feature = "fuzzing")]
@@ -29,13 +32,18 @@ pub(crate) mod fuzzing;
 mod gate;
 mod keys;
 mod listener;
+mod log_level;
+mod openapi;
 mod origin;
 mod ownership;
 mod policy;
+mod prefixes;
 mod probes;
 mod problem;
 mod readback;
+mod recordings;
 mod reload;
+mod replicas;
 mod restore;
 mod roles;
 mod routes;
@@ -43,6 +51,10 @@ mod stream;
 mod tokens;
 mod user_defaults;
 mod users;
+mod versions;
+mod waiting;
+mod what_if;
+mod whoami;
 
 #[cfg(test)]
 mod tests;
@@ -52,13 +64,16 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::Request;
 use axum::middleware;
+use axum::routing::MethodFilter;
+use bytes::Bytes;
 use http::StatusCode;
 use state::StateView;
-use tokio::sync::Semaphore;
+use tokio::sync::{Mutex, Semaphore};
 
 pub use certified::{CertifiedOperators, role_name};
 pub use explain::explain_offline;
 pub use listener::serve;
+pub use log_level::LogLevelControl;
 pub use reload::{ReloadFault, ReloadReport, ReloadRequests, ReloadResult, ReloadedKey};
 pub use roles::{AdminRole, AdminRoleError};
 pub use stream::STREAMS_MAX;
@@ -71,6 +86,7 @@ use crate::discovery::DiscoveryBoard;
 use crate::divergence::Digests;
 use crate::error::Problem;
 use crate::events::EventBus;
+use crate::figures::FigureBoard;
 use crate::kv_events::board::StreamBoard;
 use crate::metrics::{Metrics, ScrapedReplica};
 use crate::ports::Cluster;
@@ -79,9 +95,11 @@ use crate::readiness::ReadinessCheck;
 use crate::routing::{Decider, LoadTable, SharedOutbox};
 use crate::settings::SharedFileSettings;
 use calls::CallLog;
+use document::{API, known_keys};
 use gate::{Gate, guard};
 use origin::{OwnNames, own_site};
 use routes::ROUTES;
+use stream::EventEpoch;
 
 /// Maximum length of a request body, in bytes.
 pub const BODY_BYTES_MAX: usize = 1 << 20;
@@ -116,6 +134,8 @@ pub struct Admin {
     pub metrics: Arc<Metrics>,
     /// Digests by index.
     pub digests: Arc<Digests>,
+    /// Figures of this replica and its peers.
+    pub figures: Arc<FigureBoard>,
     /// KV event streams that this replica reads.
     pub kv_board: Arc<StreamBoard>,
     /// What the sources of engines said.
@@ -128,6 +148,8 @@ pub struct Admin {
     pub file: SharedFileSettings,
     /// Reads the config again; `None`: nobody does.
     pub reload: Option<ReloadRequests>,
+    /// Changes what the log says; `None`: nobody can.
+    pub log_level: Option<LogLevelControl>,
     /// Host names of the listener, in addition to addresses and `localhost`.
     pub hosts: Vec<String>,
     /// Who may call what; `None`, as `certified` is: everybody may do everything.
@@ -146,8 +168,18 @@ struct AdminState {
     streams: Arc<Semaphore>,
     /// A single permit, for the backup being sent.
     backups: Arc<Semaphore>,
+    /// One permit per recording that is being fetched.
+    recordings: Arc<Semaphore>,
+    /// A single permit, for asking what policies would have chosen.
+    what_ifs: Arc<Semaphore>,
     /// What was called with more than the right to read.
     calls: Arc<CallLog>,
+    /// Held while something is written that may depend on what was read.
+    writes: Arc<Mutex<()>>,
+    /// The API as an OpenAPI document.
+    document: Bytes,
+    /// Part of the ids of events.
+    epoch: EventEpoch,
 }
 
 impl std::ops::Deref for AdminState {
@@ -179,15 +211,25 @@ pub fn router(admin: Arc<Admin>) -> Router {
         admin,
         streams: Arc::new(Semaphore::new(STREAMS_MAX)),
         backups: Arc::new(Semaphore::new(1)),
+        recordings: Arc::new(Semaphore::new(recordings::FETCHES_MAX)),
+        what_ifs: Arc::new(Semaphore::new(1)),
         calls,
+        writes: Arc::default(),
+        document: API.text.clone(),
+        epoch: EventEpoch::draw(),
     };
     let mut router = Router::new();
     for route in ROUTES {
-        router = router.route(route.path, (route.handlers)());
+        for call in route.calls {
+            let method = MethodFilter::try_from(call.method.clone());
+            let method = method.expect("the table has methods of HTTP only");
+            router = router.route(route.path, ((call.handler)().on)(method));
+        }
     }
     router
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn(known_keys))
         .layer(middleware::from_fn_with_state(gate, guard))
         // The outer one: what another site makes a browser send is no try of a token.
         .layer(middleware::from_fn_with_state(names, own_site))

@@ -3,19 +3,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::Registry;
 use state::ids::{BlockHash, LogIndex, Slot};
 
 use super::AdminState;
-use super::answer::{PathParam, QueryParams, ReadQuery, at_level, json};
+use super::answer::{Answer, PathParam, QueryParams, ReadQuery, at_level};
 use super::problem::invalid;
 use crate::backends::named_models;
 use crate::error::Problem;
 
-#[derive(Serialize)]
-struct OwnershipCounts {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct OwnershipCounts {
     index: LogIndex,
     /// A block counts once for every backend that holds it.
     owned_blocks: u64,
@@ -27,7 +27,7 @@ struct OwnershipCounts {
 
 /// Owned blocks by model, as far as backends tell them apart: the hash of a block does not say
 /// which model it is of.
-#[derive(Default, Serialize)]
+#[derive(Default, Serialize, JsonSchema)]
 struct ModelOwnership {
     model: String,
     /// On backends that serve this model alone: all of it.
@@ -36,7 +36,7 @@ struct ModelOwnership {
     shared_blocks: u64,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct OwnerDetail {
     backend: String,
     slot: Slot,
@@ -47,7 +47,7 @@ struct OwnerDetail {
 pub(super) async fn counts(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<OwnershipCounts>, Problem> {
     at_level(&admin, query.read).await?;
     let mut counts = OwnershipCounts {
         index: LogIndex(0),
@@ -76,7 +76,7 @@ pub(super) async fn counts(
         counts.models = by_model(&registry, |slot| state.owned_blocks(slot));
     });
     counts.owned_blocks = counts.backends.iter().map(|owner| owner.owned_blocks).sum();
-    Ok(json(&counts))
+    Ok(Answer(counts))
 }
 
 fn by_model(registry: &Registry, owned: impl Fn(Slot) -> u64) -> Vec<ModelOwnership> {
@@ -100,15 +100,16 @@ fn by_model(registry: &Registry, owned: impl Fn(Slot) -> u64) -> Vec<ModelOwners
     named.collect()
 }
 
-#[derive(Serialize)]
-struct BlockDetail {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct BlockDetail {
     index: LogIndex,
+    #[schemars(with = "String")]
     hash: HexBlockHash,
     owners: Vec<BlockOwner>,
 }
 
 /// A hash as 16 hex digits.
-struct HexBlockHash(BlockHash);
+pub(super) struct HexBlockHash(pub(super) BlockHash);
 
 impl Serialize for HexBlockHash {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -116,7 +117,7 @@ impl Serialize for HexBlockHash {
     }
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct BlockOwner {
     /// `None` if it was removed at this moment.
     backend: Option<String>,
@@ -127,7 +128,7 @@ pub(super) async fn owners(
     State(admin): State<AdminState>,
     PathParam(hash): PathParam<String>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<BlockDetail>, Problem> {
     let hash = u64::from_str_radix(&hash, 16)
         .ok()
         .filter(|_| hash.len() == 16)
@@ -144,7 +145,7 @@ pub(super) async fn owners(
             slot,
         });
     });
-    Ok(json(&BlockDetail {
+    Ok(Answer(BlockDetail {
         index,
         hash: HexBlockHash(hash),
         owners,

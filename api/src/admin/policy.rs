@@ -7,24 +7,26 @@
 //! whole.
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use state::Registry;
 use state::command::Command;
 use state::ids::LogIndex;
 use state::policy::{PolicyConfig, RoutingSettings};
 
 use super::answer::{
-    QueryParams, ReadLevel, ReadQuery, at_level, decode, json, name_of, registry_at, submit,
+    QueryParams, ReadLevel, ReadQuery, Written, at_level, decode, name_of, registry_at, submit,
     unchanged,
 };
 use super::problem::{invalid, not_found};
 use super::readback::WrittenSettings;
+use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use crate::error::Problem;
 
-#[derive(Serialize)]
-struct PolicyResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct PolicyResponse {
     index: LogIndex,
     /// Whether the requested model has its own policy; absent if no model was requested.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -33,8 +35,8 @@ struct PolicyResponse {
     config: PolicyConfig,
 }
 
-#[derive(Serialize)]
-struct RoutingResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct RoutingResponse {
     index: LogIndex,
     /// Whether an operator or the first replica's config set it; `false`: the defaults apply.
     is_set: bool,
@@ -43,9 +45,11 @@ struct RoutingResponse {
 }
 
 /// Selects a policy.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct PolicyQuery {
+    /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
+    /// committed before.
     read: ReadLevel,
     /// Model whose effective policy is meant; without it, the live policy.
     model: Option<String>,
@@ -54,16 +58,40 @@ pub(super) struct PolicyQuery {
 pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<PolicyQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Versioned<PolicyResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
+    let (is_of_model, config) = effective(&registry, query.model.as_ref());
+    Ok(Versioned {
+        version: Version::of(config),
+        body: PolicyResponse {
+            index,
+            is_of_model,
+            config: config.clone(),
+        },
+    })
+}
+
+/// The policy of a model, and whether it is the model's own; that of all models without one.
+fn effective<'a>(
+    registry: &'a Registry,
+    model: Option<&String>,
+) -> (Option<bool>, &'a PolicyConfig) {
     let routing = registry.routing.as_ref();
     let of_model = |model: &String| routing.and_then(|routing| routing.models.get(model));
-    let own = query.model.as_ref().map(of_model);
-    Ok(json(&PolicyResponse {
-        index,
-        is_of_model: own.map(|own| own.is_some()),
-        config: own.flatten().unwrap_or(&registry.policy).clone(),
-    }))
+    let own = model.map(of_model);
+    let config = own.flatten().unwrap_or(&registry.policy);
+    (own.map(|own| own.is_some()), config)
+}
+
+fn version(admin: &Admin, model: Option<&String>) -> Option<Version> {
+    let registry = admin.view.registry();
+    Some(Version::of(effective(&registry, model).1))
+}
+
+fn routing_version(admin: &Admin) -> Option<Version> {
+    let registry = admin.view.registry();
+    let set = registry.routing.clone();
+    Some(Version::of(&set.unwrap_or_default()))
 }
 
 /// Reads a policy; faults are reported as problems that name the setting.
@@ -90,9 +118,12 @@ pub(super) fn setting_at_fault(body: &[u8]) -> Option<(String, String)> {
 pub(super) async fn put(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<PolicyQuery>,
-    written: WrittenSettings,
-) -> Result<Response, Problem> {
+    if_match: IfMatch,
+    written: WrittenSettings<PolicyConfig>,
+) -> Result<Written, Problem> {
     let config = policy_in(&written.config)?;
+    let now = || version(&admin, query.model.as_ref());
+    let _turn = if_match.turn(&admin, now).await?;
     let Some(model) = query.model else {
         return submit(&admin, Command::PutPolicy(config)).await;
     };
@@ -110,7 +141,10 @@ pub(super) async fn put(
 pub(super) async fn remove(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<PolicyQuery>,
-) -> Result<Response, Problem> {
+    if_match: IfMatch,
+) -> Result<Written, Problem> {
+    let now = || version(&admin, query.model.as_ref());
+    let _turn = if_match.turn(&admin, now).await?;
     let mut routing = latest(&admin).await?;
     let model = query.model.unwrap_or_default();
     if routing.models.remove(&model).is_none() {
@@ -124,21 +158,28 @@ pub(super) async fn remove(
 pub(super) async fn show_routing(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Versioned<RoutingResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
     let set = registry.routing.clone();
-    Ok(json(&RoutingResponse {
-        index,
-        is_set: set.is_some(),
-        config: set.unwrap_or_default(),
-    }))
+    let is_set = set.is_some();
+    let config = set.unwrap_or_default();
+    Ok(Versioned {
+        version: Version::of(&config),
+        body: RoutingResponse {
+            index,
+            is_set,
+            config,
+        },
+    })
 }
 
 pub(super) async fn put_routing(
     State(admin): State<AdminState>,
-    written: WrittenSettings,
-) -> Result<Response, Problem> {
+    if_match: IfMatch,
+    written: WrittenSettings<RoutingSettings>,
+) -> Result<Written, Problem> {
     let config: RoutingSettings = decode(&written.config)?;
+    let _turn = if_match.turn(&admin, || routing_version(&admin)).await?;
     if written.is_read_as_unset && config == RoutingSettings::default() {
         latest(&admin).await?;
         if admin.view.registry().routing.is_none() {

@@ -2,32 +2,62 @@
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use http::header::{ACCEPT, CONTENT_TYPE, VARY};
+use http::header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER, VARY};
 use http::{HeaderMap, HeaderValue, StatusCode};
+use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::{AdminState, answer};
+use super::AdminState;
+use super::answer::Answer;
 use crate::metrics::text::{OPENMETRICS, PROMETHEUS, prefers_openmetrics};
+use crate::readiness::Readiness;
 
-#[derive(Serialize)]
-struct Alive {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct Alive {
+    /// `alive`.
     status: &'static str,
 }
 
-pub(super) async fn livez() -> Response {
-    answer::json(&Alive { status: "alive" })
+pub(super) async fn livez(_: State<AdminState>) -> Answer<Alive> {
+    Answer(Alive { status: "alive" })
 }
 
-pub(super) async fn readyz(State(admin): State<AdminState>) -> Response {
-    let readiness = admin.readiness.readiness();
-    let status = match readiness.is_fit() {
-        true => StatusCode::OK,
-        false => StatusCode::SERVICE_UNAVAILABLE,
-    };
-    (status, answer::json(&readiness)).into_response()
+/// Whether the replica takes traffic.
+pub(super) struct ReadinessAnswer(Readiness);
+
+impl IntoResponse for ReadinessAnswer {
+    fn into_response(self) -> Response {
+        match self.0.is_fit() {
+            true => Answer(self.0).into_response(),
+            false => {
+                let soon = [(RETRY_AFTER, HeaderValue::from_static("1"))];
+                (StatusCode::SERVICE_UNAVAILABLE, soon, Answer(self.0)).into_response()
+            }
+        }
+    }
 }
 
-pub(super) async fn metrics(State(admin): State<AdminState>, headers: HeaderMap) -> Response {
+pub(super) async fn readyz(State(admin): State<AdminState>) -> ReadinessAnswer {
+    ReadinessAnswer(admin.readiness.readiness())
+}
+
+/// All metrics, in one form or the other.
+pub(super) struct MetricsAnswer {
+    content_type: &'static str,
+    text: String,
+}
+
+impl IntoResponse for MetricsAnswer {
+    fn into_response(self) -> Response {
+        let headers = [
+            (CONTENT_TYPE, HeaderValue::from_static(self.content_type)),
+            (VARY, HeaderValue::from_static("accept")),
+        ];
+        (headers, self.text).into_response()
+    }
+}
+
+pub(super) async fn metrics(State(admin): State<AdminState>, headers: HeaderMap) -> MetricsAnswer {
     admin.decider.refresh_metrics(&admin.outbox.status());
     let accept = headers.get_all(ACCEPT).iter();
     let accept = accept.filter_map(|value| value.to_str().ok());
@@ -35,9 +65,5 @@ pub(super) async fn metrics(State(admin): State<AdminState>, headers: HeaderMap)
         true => (OPENMETRICS, admin.metrics.encode()),
         false => (PROMETHEUS, admin.metrics.encode_text()),
     };
-    let headers = [
-        (CONTENT_TYPE, HeaderValue::from_static(content_type)),
-        (VARY, HeaderValue::from_static("accept")),
-    ];
-    (headers, text).into_response()
+    MetricsAnswer { content_type, text }
 }

@@ -1,10 +1,13 @@
 //! Bodies of `PUT` that are what `GET` answered: whoever reads, edits and writes back need not know
 //! which parts of an answer can be written. What cannot is ignored.
 
+use std::marker::PhantomData;
+
 use axum::extract::{FromRequest, Request};
 use bytes::Bytes;
+use schemars::{Schema, json_schema};
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::answer::{JSON, decode, read_body};
 use super::origin::typed;
@@ -13,15 +16,16 @@ use crate::error::Problem;
 /// Fields of an answer around settings.
 const AROUND: [&str; 3] = ["index", "is_set", "is_of_model"];
 
-/// Settings in a body.
-pub(super) struct WrittenSettings {
+/// Settings in a body, in the form of `T`.
+pub(super) struct WrittenSettings<T> {
     /// The settings alone.
     pub(super) config: Bytes,
     /// Whether they were read where nobody had set them, so that writing the same changes nothing.
     pub(super) is_read_as_unset: bool,
+    form: PhantomData<T>,
 }
 
-impl WrittenSettings {
+impl<T> WrittenSettings<T> {
     /// Finds the settings in a body: all of it, or `config` if it has the form of an answer.
     pub(super) fn of(body: Bytes) -> Self {
         let document: Option<Map<String, Value>> = serde_json::from_slice(&body).ok();
@@ -35,16 +39,18 @@ impl WrittenSettings {
                 is_read_as_unset: ["is_set", "is_of_model"]
                     .iter()
                     .any(|name| document.get(*name) == Some(&Value::Bool(false))),
+                form: PhantomData,
             },
             None => Self {
                 config: body,
                 is_read_as_unset: false,
+                form: PhantomData,
             },
         }
     }
 }
 
-impl<S: Sync> FromRequest<S> for WrittenSettings {
+impl<T, S: Sync> FromRequest<S> for WrittenSettings<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
@@ -79,5 +85,17 @@ impl<T: ReadBack, S: Sync> FromRequest<S> for ReadBackJson<T> {
                 )?))
             }
         }
+    }
+}
+
+/// Allows the fields that are only shown in a body that is read back.
+pub(super) fn with_shown<T: ReadBack>(schema: &mut Schema) {
+    let shown = json_schema!({ "description": "As `GET` answers it; not written." });
+    let fields = schema
+        .ensure_object()
+        .entry("properties")
+        .or_insert(json!({}));
+    for name in T::SHOWN {
+        fields[*name] = shown.clone().to_value();
     }
 }

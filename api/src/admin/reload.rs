@@ -4,21 +4,21 @@
 //! The config is nothing that this crate knows: whoever read it at the start reads it again.
 
 use axum::extract::State;
-use axum::response::Response;
 use http::StatusCode;
+use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::Value;
 use tokio::sync::{mpsc, oneshot};
 
 use super::AdminState;
-use super::answer::json;
+use super::answer::Answer;
 use crate::error::Problem;
 
 /// Calls that wait for those before them; further ones wait to wait.
 const WAITING_MAX: usize = 8;
 
 /// A key with another value than before.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct ReloadedKey {
     /// Such as `log.level`.
     pub key: String,
@@ -29,7 +29,7 @@ pub struct ReloadedKey {
 }
 
 /// What came of a config without faults.
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, JsonSchema)]
 pub struct ReloadReport {
     /// In effect from here on.
     pub taken: Vec<ReloadedKey>,
@@ -43,7 +43,7 @@ pub struct ReloadReport {
 }
 
 /// A fault of a config.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct ReloadFault {
     /// The key and its value.
     pub message: String,
@@ -76,7 +76,9 @@ impl ReloadRequests {
     }
 }
 
-pub(super) async fn reload(State(admin): State<AdminState>) -> Result<Response, Problem> {
+pub(super) async fn reload(
+    State(admin): State<AdminState>,
+) -> Result<Answer<ReloadReport>, Problem> {
     let Some(requests) = &admin.reload else {
         let title = "this process does not read its config again";
         return Err(Problem::new(
@@ -86,7 +88,7 @@ pub(super) async fn reload(State(admin): State<AdminState>) -> Result<Response, 
         ));
     };
     match requests.ask().await {
-        Some(Ok(report)) => Ok(json(&report)),
+        Some(Ok(report)) => Ok(Answer(report)),
         Some(Err(faults)) => Err(faulty(&faults)),
         None => Err(Problem::new(
             StatusCode::SERVICE_UNAVAILABLE,

@@ -8,18 +8,17 @@
 use std::time::Duration;
 
 use axum::body::{Body, HttpBody};
-use axum::extract::{Request, State};
-use axum::response::Response;
+use axum::extract::{FromRequest, Request, State};
 use bytes::Bytes;
 use http::StatusCode;
 use http_body_util::BodyExt;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::command::{Command, Committed, RESTORE_BYTES_MAX, Rejection, Reply};
 use state::ids::{LogIndex, RestoreId};
 use tokio::time::Instant;
 
-use super::answer::{QueryParams, json, unsettled};
-use super::calls::WriteIndex;
+use super::answer::{QueryParams, WrittenWith, unsettled};
 use super::origin::typed;
 use super::problem::invalid;
 use super::{Admin, AdminState};
@@ -38,16 +37,31 @@ const AGAIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pause between two attempts.
 const AGAIN_PAUSE: Duration = Duration::from_millis(200);
 
-#[derive(Default, Deserialize)]
+#[derive(Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct RestoreQuery {
     /// Whether to replace a state that is not empty.
     force: bool,
 }
 
+/// Content type of a backup.
+pub(super) const BACKUP: &str = "application/octet-stream";
+
+/// A backup on its way.
+pub(super) struct BackupUpload(Body);
+
+impl<S: Sync> FromRequest<S> for BackupUpload {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
+        typed(request.headers(), BACKUP)?;
+        Ok(Self(request.into_body()))
+    }
+}
+
 /// A completed restore.
-#[derive(Serialize)]
-struct RestoreResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct RestoreResponse {
     /// Log index of the restore.
     index: LogIndex,
     outcome: &'static str,
@@ -68,13 +82,12 @@ struct RestoreResponse {
 pub(super) async fn restore(
     State(shared): State<AdminState>,
     QueryParams(query): QueryParams<RestoreQuery>,
-    request: Request,
-) -> Result<Response, Problem> {
-    typed(request.headers(), "application/octet-stream")?;
+    BackupUpload(body): BackupUpload,
+) -> Result<WrittenWith<RestoreResponse>, Problem> {
     // A separate task: it aborts the restore when the client leaves, which drops this future.
     let running = tokio::spawn(async move {
         let mut body = RestoreUpload {
-            body: request.into_body(),
+            body,
             reader: BackupReader::default(),
         };
         let restored = run(&shared, query.force, &mut body).await;
@@ -89,7 +102,11 @@ pub(super) async fn restore(
     })?
 }
 
-async fn run(admin: &Admin, force: bool, body: &mut RestoreUpload) -> Result<Response, Problem> {
+async fn run(
+    admin: &Admin,
+    force: bool,
+    body: &mut RestoreUpload,
+) -> Result<WrittenWith<RestoreResponse>, Problem> {
     let head = match body.next().await? {
         BackupPiece::Head(head) => head,
         BackupPiece::Chunk(_) | BackupPiece::End => {
@@ -147,7 +164,7 @@ async fn finish(
     admin: &Admin,
     restore: RestoreId,
     backup: BackupHead,
-) -> Result<Response, Problem> {
+) -> Result<WrittenWith<RestoreResponse>, Problem> {
     let bytes = backup.bytes;
     let finish = Command::FinishRestore { restore, bytes };
     let fate = committed(again(admin, finish).await);
@@ -185,9 +202,10 @@ async fn finish(
         restored.api_keys = state.api_keys_len();
         restored.revoked_api_keys = state.revoked_api_keys_len();
     });
-    let mut response = json(&restored);
-    response.extensions_mut().insert(WriteIndex(index));
-    Ok(response)
+    Ok(WrittenWith {
+        index,
+        body: restored,
+    })
 }
 
 /// Retries a repeatable command until its outcome is known.

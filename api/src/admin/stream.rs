@@ -1,14 +1,21 @@
 //! `GET /admin/v1/events`: changes in the cluster, as server-sent events.
+//!
+//! Each event has an id: the epoch of this process, drawn at random, and the event's number. A
+//! client that comes back with `Last-Event-ID` gets what it missed, as far as it is kept, and is
+//! told how much is not; ids of another epoch, or of another replica, lead nowhere, which it is told
+//! too.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::State;
+use axum::extract::{FromRequestParts, State};
 use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream::{self, Stream};
 use http::StatusCode;
+use http::request::Parts;
 use serde::Serialize;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::broadcast::Receiver;
@@ -16,7 +23,6 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio_util::sync::CancellationToken;
 
 use super::AdminState;
-use super::answer::retry_after;
 use crate::error::Problem;
 use crate::events::NumberedEvent;
 
@@ -25,54 +31,122 @@ pub const STREAMS_MAX: usize = 64;
 /// Interval of comments in the absence of events, so that dead clients are noticed.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// First event of every stream, which tells a client that it misses nothing from here on.
+/// First event of every stream. Its id is that of the last event before those that follow.
 #[derive(Serialize)]
-struct Connected {
+struct Connected<'a> {
     applied_index: u64,
+    /// That of this process: events of another one have other ids.
+    epoch: &'a str,
 }
 
-/// Sent in place of events that the client was too slow to receive.
+/// Sent in place of events that the client was too slow to receive, or that are not kept any more.
 #[derive(Serialize)]
 struct Missed {
-    events: u64,
+    /// How many; `null`: it is not known, as the last event that it had was of another process.
+    events: Option<u64>,
+}
+
+/// Tells events of this process apart from those of others.
+#[derive(Debug, Clone)]
+pub(super) struct EventEpoch(Arc<str>);
+
+impl EventEpoch {
+    pub(super) fn draw() -> Self {
+        Self(format!("{:08x}", rand::random::<u32>()).into())
+    }
+
+    fn id(&self, number: u64) -> String {
+        format!("{}-{number}", self.0)
+    }
+
+    /// The number in an id of this epoch.
+    fn number(&self, id: &str) -> Option<u64> {
+        let (epoch, number) = id.split_once('-')?;
+        (epoch == &*self.0).then(|| number.parse().ok()).flatten()
+    }
+}
+
+/// Id of the last event that the client had; `None`: it begins.
+pub(super) struct LastEventId(Option<String>);
+
+impl<S: Sync> FromRequestParts<S> for LastEventId {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Problem> {
+        let id = parts.headers.get("last-event-id");
+        let id = id.map(|id| String::from_utf8_lossy(id.as_bytes()).into_owned());
+        Ok(Self(id.filter(|id| !id.is_empty())))
+    }
 }
 
 struct Subscriber {
     receiver: Receiver<Arc<NumberedEvent>>,
+    epoch: EventEpoch,
     stop: CancellationToken,
-    hello: Option<SseEvent>,
+    /// What is told before anything that happens from here on.
+    first: VecDeque<SseEvent>,
     /// Returned when the stream is dropped.
     _permit: OwnedSemaphorePermit,
 }
 
-pub(super) async fn events(State(admin): State<AdminState>) -> Response {
+/// Events as they happen.
+pub(super) struct EventsAnswer(Response);
+
+impl IntoResponse for EventsAnswer {
+    fn into_response(self) -> Response {
+        self.0
+    }
+}
+
+pub(super) async fn events(
+    State(admin): State<AdminState>,
+    last: LastEventId,
+) -> Result<EventsAnswer, Problem> {
     let Ok(permit) = Arc::clone(&admin.streams).try_acquire_owned() else {
         let problem = Problem::new(
             StatusCode::SERVICE_UNAVAILABLE,
             "limit",
             "too many event streams are open",
         );
-        return retry_after(problem.detail(format!("at most {STREAMS_MAX}")), 10);
+        let problem = problem.detail(format!("at most {STREAMS_MAX}"));
+        return Err(problem.retry_after(10));
     };
-    let receiver = admin.events.subscribe();
+    let epoch = admin.epoch.clone();
+    let number = last.0.as_ref().and_then(|id| epoch.number(id));
+    let resumed = number.and_then(|number| admin.events.subscribe_after(Some(number)));
+    let missed = match (&last.0, &resumed) {
+        (None, _) => None,
+        (Some(_), None) => Some(Missed { events: None }),
+        (Some(_), Some(resumed)) => (resumed.missed > 0).then_some(Missed {
+            events: Some(resumed.missed),
+        }),
+    };
+    let subscription = resumed.or_else(|| admin.events.subscribe_after(None));
+    let subscription = subscription.expect("there is always a newest event to go on from");
     let connected = Connected {
         applied_index: admin.view.applied().0,
+        epoch: &epoch.0,
     };
+    let connected = event("connected", &connected).id(epoch.id(subscription.after));
+    let missed = missed.map(|missed| event("missed", &missed));
+    let earlier = subscription.earlier.iter();
+    let earlier = earlier.map(|it| numbered(&epoch, it));
+    let first = [connected].into_iter().chain(missed).chain(earlier);
     let subscriber = Subscriber {
-        receiver,
+        first: first.collect(),
+        receiver: subscription.later,
         stop: admin.readiness.lifecycle.ended(),
-        hello: Some(event("connected", &connected)),
+        epoch,
         _permit: permit,
     };
-    Sse::new(follow(subscriber))
-        .keep_alive(KeepAlive::new().interval(KEEP_ALIVE))
-        .into_response()
+    let stream = Sse::new(follow(subscriber)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE));
+    Ok(EventsAnswer(stream.into_response()))
 }
 
 fn follow(subscriber: Subscriber) -> impl Stream<Item = Result<SseEvent, Infallible>> {
     stream::unfold(subscriber, |mut subscriber| async move {
-        if let Some(hello) = subscriber.hello.take() {
-            return Some((Ok(hello), subscriber));
+        if let Some(first) = subscriber.first.pop_front() {
+            return Some((Ok(first), subscriber));
         }
         let received = tokio::select! {
             biased;
@@ -80,14 +154,19 @@ fn follow(subscriber: Subscriber) -> impl Stream<Item = Result<SseEvent, Infalli
             received = subscriber.receiver.recv() => received,
         };
         let event = match received {
-            Ok(numbered) => {
-                event(numbered.event.name(), &*numbered).id(numbered.number.to_string())
+            Ok(happened) => numbered(&subscriber.epoch, &happened),
+            Err(RecvError::Lagged(events)) => {
+                let events = Some(events);
+                event("missed", &Missed { events })
             }
-            Err(RecvError::Lagged(events)) => event("missed", &Missed { events }),
             Err(RecvError::Closed) => return None,
         };
         Some((Ok(event), subscriber))
     })
+}
+
+fn numbered(epoch: &EventEpoch, happened: &NumberedEvent) -> SseEvent {
+    event(happened.event.name(), happened).id(epoch.id(happened.number))
 }
 
 fn event(name: &'static str, data: &impl Serialize) -> SseEvent {

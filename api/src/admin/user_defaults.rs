@@ -3,24 +3,25 @@
 //! and take effect on every replica at one log index.
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::Value;
 use state::command::Command;
 use state::ids::LogIndex;
 
-use super::AdminState;
 use super::answer::{
-    QueryParams, ReadLevel, ReadQuery, at_level, decode, json, name_of, registry_at, submit,
+    QueryParams, ReadLevel, ReadQuery, Written, at_level, decode, name_of, registry_at, submit,
     unchanged,
 };
 use super::problem::unfit;
 use super::readback::WrittenSettings;
+use super::versions::{IfMatch, Version, Versioned};
+use super::{Admin, AdminState};
 use crate::error::Problem;
 use crate::settings::UserDefaultsForm;
 
-#[derive(Serialize)]
-struct UserDefaultsResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct UserDefaultsResponse {
     index: LogIndex,
     /// Whether they were ever set together; `false`: limits and cache may have been by themselves.
     is_set: bool,
@@ -31,25 +32,37 @@ struct UserDefaultsResponse {
 pub(super) async fn show(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Versioned<UserDefaultsResponse>, Problem> {
     let (index, registry) = registry_at(&admin, query.read).await?;
-    Ok(json(&UserDefaultsResponse {
-        index,
-        is_set: registry.are_user_defaults_set,
-        config: UserDefaultsForm::from(&registry.user_defaults),
-    }))
+    let config = UserDefaultsForm::from(&registry.user_defaults);
+    Ok(Versioned {
+        version: Version::of(&config),
+        body: UserDefaultsResponse {
+            index,
+            is_set: registry.are_user_defaults_set,
+            config,
+        },
+    })
+}
+
+fn version(admin: &Admin) -> Option<Version> {
+    let registry = admin.view.registry();
+    let config = UserDefaultsForm::from(&registry.user_defaults);
+    Some(Version::of(&config))
 }
 
 pub(super) async fn put(
     State(admin): State<AdminState>,
-    written: WrittenSettings,
-) -> Result<Response, Problem> {
+    if_match: IfMatch,
+    written: WrittenSettings<UserDefaultsForm>,
+) -> Result<Written, Problem> {
     let document: Value = decode(&written.config)?;
     let form = UserDefaultsForm::read(&document).map_err(|faults| unfit(&faults))?;
     if let Some(group) = &form.cache_group {
         name_of("cache_group", group)?;
     }
     let defaults = form.settings();
+    let _turn = if_match.turn(&admin, || version(&admin)).await?;
     if written.is_read_as_unset {
         at_level(&admin, ReadLevel::Linearizable).await?;
         let registry = admin.view.registry();

@@ -1,30 +1,30 @@
 //! Users: counters, weights, windows, limits and waiting requests.
 
 use axum::extract::State;
-use axum::response::Response;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use state::budgets::{Budget, BudgetPeriod, BudgetStatus};
 use state::command::{Command, UserChanges, UserSpec};
 use state::ids::{LogIndex, UserKey};
 use state::quotas::{RemainingLimits, UserLimits};
 use state::users::{UserUsage, UserView};
 
-use super::admission::{DEPRECATION, WARNING};
 use super::answer::{
-    ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, at_level, json, name_of, submit,
-    unchanged,
+    Answer, ListQuery, PathParam, QueryParams, ReadLevel, ReadQuery, Written, at_level, name_of,
+    submit, unchanged,
 };
 use super::caches::{CacheForm, ShownScope, scope_of};
 use super::keys::{date, pattern_of};
 use super::problem::{invalid, not_found, unfit};
-use super::readback::{ReadBack, ReadBackJson};
+use super::readback::{ReadBack, ReadBackJson, with_shown};
+use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use crate::error::Problem;
 use crate::settings::{SettingFault, UserLimitsForm, are_former_limits, read_budget};
 
 /// A user as stored in the state.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct UserDetail {
     name: String,
     /// Hash of the name, 16 hex digits.
@@ -57,13 +57,13 @@ struct UserDetail {
 }
 
 /// What is used of a user's budgets, and when they begin anew.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct BudgetsLeft {
     day: Option<PeriodLeft>,
     month: Option<PeriodLeft>,
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct PeriodLeft {
     used: u64,
     left: u64,
@@ -88,7 +88,7 @@ impl BudgetsLeft {
 }
 
 /// Requests waiting for a backend with capacity.
-#[derive(Serialize)]
+#[derive(Serialize, JsonSchema)]
 struct QueuedRequests {
     here: usize,
     cluster: u64,
@@ -121,8 +121,8 @@ impl UserDetail {
     }
 }
 
-#[derive(Serialize)]
-struct UserList {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct UserList {
     index: LogIndex,
     /// Counter that an arriving user is lifted to.
     virtual_time_milli_tokens: u64,
@@ -132,8 +132,8 @@ struct UserList {
     next_cursor: Option<String>,
 }
 
-#[derive(Serialize)]
-struct UserResponse {
+#[derive(Serialize, JsonSchema)]
+pub(super) struct UserResponse {
     index: LogIndex,
     #[serde(flatten)]
     user: UserDetail,
@@ -142,7 +142,7 @@ struct UserResponse {
 pub(super) async fn list(
     State(admin): State<AdminState>,
     QueryParams(query): QueryParams<ListQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Answer<UserList>, Problem> {
     let limit = query.limit()?;
     let after = query.cursor.as_deref().map(key_of).transpose()?;
     at_level(&admin, query.read).await?;
@@ -168,14 +168,14 @@ pub(super) async fn list(
         answer.users.truncate(limit);
         answer.next_cursor = answer.users.last().map(|user| user.key.clone());
     }
-    Ok(json(&answer))
+    Ok(Answer(answer))
 }
 
 pub(super) async fn show(
     State(admin): State<AdminState>,
     PathParam(name): PathParam<String>,
     QueryParams(query): QueryParams<ReadQuery>,
-) -> Result<Response, Problem> {
+) -> Result<Versioned<UserResponse>, Problem> {
     at_level(&admin, query.read).await?;
     let mut found = None;
     let mut index = LogIndex(0);
@@ -184,15 +184,38 @@ pub(super) async fn show(
         found = state.user_named(&name);
     });
     let user = found.ok_or_else(|| not_found(format!("no user has the name {name:?}")))?;
-    Ok(json(&UserResponse {
-        index,
-        user: UserDetail::of(&user, &admin, admin.clock.unix_ms()),
-    }))
+    Ok(Versioned {
+        version: version(&admin, &user),
+        body: UserResponse {
+            index,
+            user: UserDetail::of(&user, &admin, admin.clock.unix_ms()),
+        },
+    })
+}
+
+/// The version of what operators set of a user.
+fn version(admin: &Admin, user: &UserView) -> Version {
+    let scope = admin.view.caches().own(user.key).map(ShownScope::from);
+    let (limits, budget) = (&user.limits, &user.own_budget);
+    Version::of(&(user.weight_milli, limits, budget, &user.models, scope))
+}
+
+/// The same for the user of this name; `None`: there is none.
+fn version_of(admin: &Admin, name: &str) -> Option<Version> {
+    let mut found = None;
+    admin
+        .cluster
+        .with_state(&mut |state| found = state.user_named(name));
+    found.map(|user| version(admin, &user))
 }
 
 /// Changes to a user. Absent fields stay as they are.
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(
+    transform = with_shown::<PutUserBody>,
+    example = json!({ "weight_milli": 2000, "limits": { "requests": 50, "window": "1m" } })
+)]
 pub(super) struct PutUserBody {
     /// May be repeated here.
     name: Option<String>,
@@ -202,8 +225,10 @@ pub(super) struct PutUserBody {
     weight_milli: Option<u32>,
     /// Limits of the user, as `[admission.user_limits]` has them; without any bound, the user's own
     /// limits are removed and those for all users apply.
+    #[schemars(with = "Option<UserLimitsForm>")]
     limits: Option<Value>,
     /// Tokens per `day` and `month`; without any, the budget is removed.
+    #[schemars(with = "Option<Budget>")]
     budget: Option<Value>,
     /// Models that the user may use; empty: all.
     models: Option<Vec<String>>,
@@ -328,8 +353,9 @@ fn within(field: &str, mut faults: Vec<SettingFault>) -> Vec<SettingFault> {
 pub(super) async fn put(
     State(admin): State<AdminState>,
     PathParam(name): PathParam<String>,
+    if_match: IfMatch,
     ReadBackJson(mut body): ReadBackJson<PutUserBody>,
-) -> Result<Response, Problem> {
+) -> Result<Written, Problem> {
     if let Err(problem) = name_of("name", &name) {
         // A name that a request gave itself can still be limited.
         let mut is_there = false;
@@ -345,6 +371,7 @@ pub(super) async fn put(
         return Err(invalid("name", found));
     }
     let scope = scope_of(body.cache, body.cache_group.as_ref())?;
+    let _turn = if_match.turn(&admin, || version_of(&admin, &name)).await?;
     body.forget_shown_weight(admin.view.registry().user_defaults.weight_milli);
     if body.is_as_unconfigured() && scope.is_none() {
         at_level(&admin, ReadLevel::Linearizable).await?;
@@ -372,9 +399,7 @@ pub(super) async fn put(
         answer = Some(submit(&admin, command).await?);
     }
     let mut answer = answer.expect("without a scope there is a command");
-    if are_former {
-        answer.headers_mut().extend([DEPRECATION, WARNING]);
-    }
+    answer.is_former = are_former;
     Ok(answer)
 }
 
@@ -382,7 +407,9 @@ pub(super) async fn put(
 pub(super) async fn remove(
     State(admin): State<AdminState>,
     PathParam(name): PathParam<String>,
-) -> Result<Response, Problem> {
+    if_match: IfMatch,
+) -> Result<Written, Problem> {
+    let _turn = if_match.turn(&admin, || version_of(&admin, &name)).await?;
     submit(&admin, Command::DeleteUser { name }).await
 }
 
@@ -390,7 +417,7 @@ pub(super) async fn remove(
 pub(super) async fn forgive(
     State(admin): State<AdminState>,
     PathParam(name): PathParam<String>,
-) -> Result<Response, Problem> {
+) -> Result<Written, Problem> {
     submit(&admin, Command::ForgiveUser { name }).await
 }
 

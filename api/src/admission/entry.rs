@@ -27,6 +27,11 @@ pub trait AdmissionRequest: Send + Sync + 'static {
     /// Whether it goes to some of its model's backends only, so that others may go while it cannot.
     fn is_selective(&self) -> bool;
 
+    /// Whether it is to be told since when it was decided about.
+    fn is_traced(&self) -> bool {
+        false
+    }
+
     /// Longest wait after which its client still gets an answer that takes `service`; `None`: the
     /// client does not tell.
     fn wait_max(&self, service: Duration) -> Option<Duration> {
@@ -40,14 +45,44 @@ pub struct Admitted {
     decision: Decision,
     /// `None` once it is taken over.
     attempt: Option<Attempt>,
+    decided: Option<DecisionTimes>,
+}
+
+/// When a request was decided about.
+#[derive(Debug, Clone, Copy)]
+pub struct DecisionTimes {
+    /// Its turn came.
+    pub began: Instant,
+    /// It had its backend.
+    pub ended: Instant,
+}
+
+impl DecisionTimes {
+    /// It has its backend, after it was decided about since then.
+    pub(super) fn since(began: Option<Instant>) -> Option<Self> {
+        let began = began?;
+        let ended = Instant::now();
+        Some(Self { began, ended })
+    }
 }
 
 impl Admitted {
-    pub(super) fn new(decision: Decision, attempt: Attempt) -> Self {
+    pub(super) fn new(
+        decision: Decision,
+        attempt: Attempt,
+        decided: Option<DecisionTimes>,
+    ) -> Self {
         Self {
             decision,
             attempt: Some(attempt),
+            decided,
         }
+    }
+
+    /// When it was decided about, if it [is traced](AdmissionRequest::is_traced).
+    #[must_use]
+    pub fn decided(&self) -> Option<DecisionTimes> {
+        self.decided
     }
 
     /// The decision, and the attempt to be ended by whoever takes it.

@@ -1,12 +1,15 @@
 //! The queue of one model at this replica.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
+use schemars::JsonSchema;
 use state::admission::{Overload, Queue, QueueSettings};
 use state::ids::Ticket;
 
 use super::entry::Waiter;
+use crate::figures::LongestWait;
 
 /// Requests of one model that wait at this replica.
 pub(super) struct ModelQueue {
@@ -22,7 +25,7 @@ pub(super) struct ModelQueue {
 }
 
 /// A line as the admin API shows it.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, JsonSchema)]
 pub struct ModelQueueView {
     /// The model.
     pub model: String,
@@ -32,6 +35,41 @@ pub struct ModelQueueView {
     pub users: usize,
     /// Requests that wait, by bin of their predicted output.
     pub bins: BTreeMap<u16, usize>,
+}
+
+/// What waits at this replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AllWaiting {
+    /// Requests that wait.
+    pub requests: usize,
+    /// Users who wait, summed over models.
+    pub users: usize,
+    /// Who has waited longest.
+    pub longest: Option<LongestWait>,
+}
+
+/// A user with requests that wait at this replica.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct WaitingUser {
+    /// Its name.
+    pub user: String,
+    /// Models that its requests are for.
+    pub models: BTreeSet<String>,
+    /// Requests that wait.
+    pub requests: usize,
+    /// How long the first of them has waited.
+    pub waited: Duration,
+}
+
+impl WaitingUser {
+    /// Counts one more request.
+    pub(super) fn add(&mut self, model: &str, waited: Duration) {
+        if !self.models.contains(model) {
+            self.models.insert(model.to_owned());
+        }
+        self.requests += 1;
+        self.waited = self.waited.max(waited);
+    }
 }
 
 impl ModelQueue {

@@ -24,6 +24,7 @@ mod granting;
 mod line;
 mod metrics;
 mod quota;
+mod redispatch;
 mod serve;
 mod wanted;
 
@@ -40,12 +41,13 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-pub use entry::{AdmissionRejection, AdmissionRequest, Admitted};
-pub use line::ModelQueueView;
+pub use entry::{AdmissionRejection, AdmissionRequest, Admitted, DecisionTimes};
+pub use line::{AllWaiting, ModelQueueView, WaitingUser};
 pub use metrics::AdmissionMetrics;
 pub(crate) use quota::{LimitLeft, LimitsLeft};
 
 use crate::clock::{Clock, LogTime};
+use crate::figures::LongestWait;
 use crate::routing::{
     Decider, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PlacedRequest, Router,
     RoutingRejection, SharedOutbox, Shares, WantedPlaces,
@@ -192,8 +194,10 @@ impl Admission {
             || !excluded.is_empty()
             || self.is_free(ask.model, now);
         if may_go && !self.is_batching() {
+            let began = candidate.is_traced().then(Instant::now);
             match self.shares.place(&self.decider, &ask, now) {
                 Ok(placed) => {
+                    let placed = (placed, DecisionTimes::since(began));
                     return Ok(self.dispatch(placed, &**candidate, None, now));
                 }
                 Err(RoutingRejection::AtLimit) => {}
@@ -206,7 +210,7 @@ impl Admission {
 
     fn dispatch(
         &self,
-        placed: PlacedRequest,
+        (placed, decided): (PlacedRequest, Option<DecisionTimes>),
         candidate: &dyn AdmissionRequest,
         granted_tokens: Option<u64>,
         now: Instant,
@@ -218,7 +222,7 @@ impl Admission {
         };
         let decision = placed.decision.clone();
         let attempt = self.dispatcher.dispatch_to(placed, &ask, terms, now);
-        Admitted::new(decision, attempt)
+        Admitted::new(decision, attempt, decided)
     }
 
     /// Whether nothing waits for `model`, here or elsewhere.
@@ -524,6 +528,57 @@ impl Admission {
     pub fn lines(&self) -> Vec<ModelQueueView> {
         let lines = self.lock();
         lines.by_model.values().map(ModelQueue::view).collect()
+    }
+
+    /// Who waits here, who has waited longest first; at most `limit` users.
+    #[must_use]
+    pub fn waiting_users(&self, limit: usize) -> Vec<WaitingUser> {
+        let now = Instant::now();
+        let lines = self.lock();
+        let mut users: BTreeMap<&str, WaitingUser> = BTreeMap::new();
+        for line in lines.by_model.values() {
+            for entry in line.entries.values() {
+                let name = entry.ask().user.as_str();
+                let user = users.entry(name).or_insert_with(|| WaitingUser {
+                    user: name.to_owned(),
+                    ..WaitingUser::default()
+                });
+                user.add(line.model(), now.duration_since(entry.since));
+            }
+        }
+        let mut users: Vec<WaitingUser> = users.into_values().collect();
+        users.sort_by_key(|user| std::cmp::Reverse(user.waited));
+        users.truncate(limit);
+        users
+    }
+
+    /// What waits here, of all models.
+    #[must_use]
+    pub fn all_waiting(&self) -> AllWaiting {
+        if !self.is_contended.load(Ordering::Acquire) {
+            return AllWaiting::default();
+        }
+        let hash_seed = self.view.registry().hash_seed;
+        let lines = self.lock();
+        let entries = || {
+            lines
+                .by_model
+                .values()
+                .flat_map(|line| line.entries.values())
+        };
+        let oldest = entries().min_by_key(|entry| entry.since);
+        AllWaiting {
+            requests: entries().count(),
+            users: lines
+                .by_model
+                .values()
+                .map(|line| line.queue.users_len())
+                .sum(),
+            longest: oldest.map(|entry| LongestWait {
+                user: entry.ask().user.key(hash_seed),
+                waited_ms: u64::try_from(entry.since.elapsed().as_millis()).unwrap_or(u64::MAX),
+            }),
+        }
     }
 
     /// Requests of a user that wait here, of all models.

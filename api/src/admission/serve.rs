@@ -10,7 +10,7 @@ use state::admission::{
 use state::ids::{ModelKey, Slot, Ticket, UserKey};
 use tokio::time::Instant;
 
-use super::entry::{AdmissionRejection, Waiter};
+use super::entry::{AdmissionRejection, DecisionTimes, Waiter};
 use super::line::ModelQueue;
 use super::metrics::LeaveReason;
 use super::{Admission, ModelQueues};
@@ -95,7 +95,7 @@ impl QueueScan {
 
 /// What came of asking about one request.
 pub(super) enum DecisionResult {
-    Goes(PlacedRequest),
+    Goes((PlacedRequest, Option<DecisionTimes>)),
     Never(RoutingRejection),
 }
 
@@ -318,6 +318,16 @@ impl Admission {
         &self,
         (entry, waiting): (&Waiter, usize),
         look: &QueueScan,
+    ) -> Result<(PlacedRequest, Option<DecisionTimes>), RoutingRejection> {
+        let began = entry.candidate.is_traced().then(Instant::now);
+        let placed = self.place((entry, waiting), look)?;
+        Ok((placed, DecisionTimes::since(began)))
+    }
+
+    fn place(
+        &self,
+        (entry, waiting): (&Waiter, usize),
+        look: &QueueScan,
     ) -> Result<PlacedRequest, RoutingRejection> {
         if !look.is_static() {
             let ask = entry.ask_among(waiting);
@@ -392,7 +402,7 @@ impl Admission {
     ) {
         let asked = asked.expect("only who was asked about goes");
         let backend = match &asked {
-            DecisionResult::Goes(placed) if look.is_static() => Some(placed.decision.backend),
+            DecisionResult::Goes((placed, _)) if look.is_static() => Some(placed.decision.backend),
             DecisionResult::Goes(_) | DecisionResult::Never(_) => None,
         };
         let Some(entry) = line.entries.remove(&waiting.ticket) else {
@@ -433,7 +443,9 @@ impl Admission {
                 continue;
             };
             let ask = entry.candidate.ask(&others);
+            let began = entry.candidate.is_traced().then(Instant::now);
             if let Ok(placed) = self.shares.place(&self.decider, &ask, look.now) {
+                let placed = (placed, DecisionTimes::since(began));
                 line.queue.take(waiting.ticket, look.now_ms);
                 if let Some(entry) = line.entries.remove(&waiting.ticket) {
                     self.settle(entry, DecisionResult::Goes(placed), look.now);

@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::command::NAME_BYTES_MAX;
 
@@ -17,7 +18,7 @@ use super::text::Sample;
 const ADAPTERS_MAX: usize = 1024;
 
 /// The LoRA adapters of an engine, as it tells.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct LoraAdapters {
     /// How many fit in memory: `max_lora`.
     pub max: u32,

@@ -19,6 +19,7 @@ use std::fmt;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, UserKey};
@@ -60,7 +61,7 @@ impl Default for CircuitSettings {
 }
 
 /// A circuit as the admin API shows it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct CircuitView {
     /// Whether the circuit is open.
     pub is_open: bool,

@@ -10,8 +10,8 @@ use http::{HeaderValue, Request, StatusCode};
 use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
-use tokio::task::AbortHandle;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::NAME_HOLDS_FOR;
 use super::dialer::{EngineDialer, RulesId};
@@ -65,13 +65,7 @@ struct ProbeConnection {
     /// Those that held when it was opened.
     rules: RulesId,
     opened_at: Instant,
-    driver: AbortHandle,
-}
-
-impl Drop for ProbeConnection {
-    fn drop(&mut self) {
-        self.driver.abort();
-    }
+    _driver: AbortOnDropHandle<()>,
 }
 
 impl ProbeClient {
@@ -162,13 +156,12 @@ impl ProbeClient {
         let driver = tokio::spawn(async move {
             // Users of the sender notice its end.
             drop(driver.await);
-        })
-        .abort_handle();
+        });
         Ok(ProbeConnection {
             sender,
             rules,
             opened_at: Instant::now(),
-            driver,
+            _driver: AbortOnDropHandle::new(driver),
         })
     }
 

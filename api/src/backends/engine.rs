@@ -6,6 +6,7 @@
 
 use std::fmt;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use state::command::{LIST_BYTES_MAX, NAME_BYTES_MAX};
@@ -17,7 +18,7 @@ use super::text::{self, MetricsPageError, Sample};
 pub const MODELS_PER_ENGINE_MAX: usize = 1024;
 
 /// Which engine answers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum EngineKind {
     /// vLLM.
@@ -78,7 +79,7 @@ impl fmt::Display for EngineKind {
 }
 
 /// Figures of a metrics page; `None` if the page does not have them.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct EngineMetrics {
     /// Which engine it is, by the names of its metrics.
     pub kind: Option<EngineKind>,

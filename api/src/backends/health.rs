@@ -13,6 +13,7 @@ use state::ids::Slot;
 
 use super::adapters::EngineAdapters;
 use super::engine::{EngineKind, EngineMetrics, EngineModel};
+use super::modes::DisaggregationFacts;
 use crate::sync::{ArcSwapOption, AtomicU64, Mutex, MutexGuard, Notify, Ordering};
 
 /// Number of consecutive failed probes after which a backend gets no more requests.
@@ -59,6 +60,8 @@ pub struct Glance {
     pub has_adapters: bool,
     /// Whether the engine is one that knows `cache_salt`.
     pub knows_salts: bool,
+    /// Whether the engine does nothing alone once it has a role: it meets another in a room.
+    pub meets_in_rooms: bool,
     /// Requests in the engine's queue, at most [`Glance::COUNT_MAX`].
     pub waiting: u32,
     /// Requests running in the engine, at most [`Glance::COUNT_MAX`].
@@ -72,7 +75,7 @@ impl Glance {
     pub const COUNT_MAX: u32 = (1 << 24) - 1;
 
     /// Packs the fields into one word. Bit 63: the slot is occupied, bit 62: healthy, bit 61:
-    /// doubtful, bit 60: it tells of adapters, bit 59: it knows salts, bits 48 to 57: usage, bits 24 to 47: waiting, bits 0 to 23: running.
+    /// doubtful, bit 60: it tells of adapters, bit 59: it knows salts, bit 58: it meets in rooms, bits 48 to 57: usage, bits 24 to 47: waiting, bits 0 to 23: running.
     fn pack(self) -> u64 {
         let count = |count: u32| u64::from(count.min(Self::COUNT_MAX));
         1 << 63
@@ -80,6 +83,7 @@ impl Glance {
             | u64::from(self.is_doubtful) << 61
             | u64::from(self.has_adapters) << 60
             | u64::from(self.knows_salts) << 59
+            | u64::from(self.meets_in_rooms) << 58
             | u64::from(self.kv_usage_permille.min(1000)) << 48
             | count(self.waiting) << 24
             | count(self.running)
@@ -92,6 +96,7 @@ impl Glance {
             is_doubtful: word >> 61 & 1 == 1,
             has_adapters: word >> 60 & 1 == 1,
             knows_salts: word >> 59 & 1 == 1,
+            meets_in_rooms: word >> 58 & 1 == 1,
             kv_usage_permille: (word >> 48) as u32 & 1023,
             waiting: count(24),
             running: count(0),
@@ -125,8 +130,11 @@ pub struct ProbeRecord {
     pub metrics_detail: Option<String>,
     /// The engine's figures as of the last successful scrape.
     pub metrics: EngineMetrics,
-    /// Which engine it is, as far as its metrics ever told.
+    /// Which engine it is, as far as its metrics or models ever told.
     pub kind: Option<EngineKind>,
+    /// What it says of the stage that it computes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disaggregation: Option<DisaggregationFacts>,
     /// Model ids of its last model list.
     pub models: Option<Vec<String>>,
     /// What it says of them.
@@ -262,10 +270,16 @@ impl ProbeRecord {
             is_doubtful: !self.is_healthy && self.fault == Some(Fault::Unwell),
             has_adapters: self.adapters.is_some(),
             knows_salts: self.kind.is_some_and(EngineKind::knows_salts),
+            meets_in_rooms: self.meets_in_rooms(),
             waiting: self.metrics.waiting.unwrap_or(0),
             running: self.metrics.running.unwrap_or(0),
             kv_usage_permille: self.metrics.kv_usage_permille.unwrap_or(0),
         }
+    }
+
+    fn meets_in_rooms(&self) -> bool {
+        let told = self.disaggregation.as_ref();
+        self.kind == Some(EngineKind::Sglang) && told.is_none_or(DisaggregationFacts::is_apart)
     }
 
     fn health(&self) -> Health {
@@ -516,12 +530,14 @@ mod tests {
             is_doubtful: bool,
             has_adapters: bool,
             knows_salts: bool,
+            meets_in_rooms: bool,
             waiting: u32,
             running: u32,
             kv_usage_permille in 0u32..=1000,
         ) {
             let glance = Glance {
-                is_healthy, is_doubtful, has_adapters, knows_salts, waiting, running, kv_usage_permille,
+                is_healthy, is_doubtful, has_adapters, knows_salts, meets_in_rooms,
+                waiting, running, kv_usage_permille,
             };
             prop_assert_eq!(Glance::unpack(glance.pack()).unwrap(), Glance {
                 waiting: waiting.min(Glance::COUNT_MAX),

@@ -114,6 +114,9 @@ pub enum SendError {
     /// The engine sent informational answers (1xx) without end.
     #[error("exchange: more than {INFORMATIONAL_MAX} informational answers")]
     Informational,
+    /// Another engine failed without which this one has no answer.
+    #[error("exchange: the engine that computes the prompt failed")]
+    WithoutPrompt,
 }
 
 impl SendError {

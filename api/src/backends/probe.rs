@@ -8,16 +8,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::StatusCode;
+use state::command::BackendRole;
 use state::{Backend, StateView};
-use tokio::task::AbortHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::client::{ProbeClient, ProbeError, ProbeResponse};
-use super::engine::{self, EngineMetrics};
+use super::engine::{self, EngineKind, EngineMetrics};
 use super::facts::{EngineReading, FactsMemory, ProbeRound};
 use super::health::Fault;
 use super::keys::EngineHeaders;
+use super::modes::DisaggregationFacts;
 use super::roster::{Occupancy, SlotTable, backend_at};
 use super::{Backends, Hooks, ProbeSettings, text};
 
@@ -27,6 +29,8 @@ const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
 const HEALTH_BYTES_MAX: usize = 1 << 20;
 /// Maximum length of a model list, in bytes.
 const MODELS_BYTES_MAX: usize = 1 << 20;
+/// Maximum length of what an SGLang engine says of its settings, in bytes.
+const SERVER_INFO_BYTES_MAX: usize = 1 << 20;
 /// Minimum time between two probes, however many failures are reported.
 const ALARM_GAP: Duration = Duration::from_millis(50);
 
@@ -38,15 +42,6 @@ struct Probe {
     stay: Occupancy,
     id: String,
     url: String,
-}
-
-/// A running probe task, aborted on drop.
-struct ProbeTask(AbortHandle);
-
-impl Drop for ProbeTask {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }
 
 /// Keeps one probe per registered backend until `stop`.
@@ -75,7 +70,7 @@ pub(super) async fn supervise(
                 id: backend.spec.id.clone(),
                 url: backend.spec.url.clone(),
             };
-            ProbeTask(tokio::spawn(probe.run()).abort_handle())
+            AbortOnDropHandle::new(tokio::spawn(probe.run()))
         });
     }
 }
@@ -85,13 +80,43 @@ impl Probe {
         let (timeout, dialer) = (self.settings().timeout, self.backends.dialer());
         let client = || ProbeClient::new(&self.url, self.key(), (timeout, dialer));
         match (client(), client()) {
-            (Ok(liveness), Ok(words)) => {
+            (Ok(liveness), Ok(mut words)) => {
+                self.ask_kind(&mut words).await;
                 tokio::join!(self.watch_liveness(liveness), self.watch_words(words));
             }
             (Err(failure), _) | (_, Err(failure)) => {
                 self.stay
                     .update(|record| record.failed(failure.to_string()));
             }
+        }
+    }
+
+    /// Asks an engine that computes one stage only what it is, before any request can go there: that
+    /// says how it hands over.
+    async fn ask_kind(&self, client: &mut ProbeClient) {
+        let registry = self.view.registry();
+        let known = backend_at(&registry, self.stay.slot(), &self.url);
+        if known.is_none_or(|known| known.spec.role == BackendRole::Both) {
+            return;
+        }
+        drop(registry);
+        self.ready(client, &self.settings());
+        self.scrape(client, self.rank()).await;
+        self.list_models(client).await;
+        self.ask_mode(client).await;
+    }
+
+    /// Asks an SGLang engine for its mode.
+    async fn ask_mode(&self, client: &mut ProbeClient) {
+        let record = self.backends.record(self.stay.slot());
+        if record.is_none_or(|record| record.kind != Some(EngineKind::Sglang)) {
+            return;
+        }
+        let answer = success(client.get("/server_info", SERVER_INFO_BYTES_MAX).await);
+        let facts = answer.map(|answer| DisaggregationFacts::read(&answer.body));
+        match facts {
+            Ok(facts) => self.stay.update(|record| record.disaggregation = facts),
+            Err(why) => tracing::debug!(slot = self.stay.slot().0, why, "mode is unknown"),
         }
     }
 
@@ -225,7 +250,14 @@ impl Probe {
         match read {
             Ok(listed) => {
                 let models = listed.iter().map(|model| model.id.clone()).collect();
-                self.stay.update(|record| record.listed(listed.into()));
+                let owners = listed.iter().filter_map(|model| model.owned_by.as_deref());
+                // SGLang shows no metrics unless it is told to. Nothing more follows from a name here.
+                let kind = EngineKind::Sglang;
+                let is_named = owners.filter_map(EngineKind::named).any(|it| it == kind);
+                self.stay.update(|record| {
+                    record.kind = record.kind.or(is_named.then_some(kind));
+                    record.listed(listed.into());
+                });
                 Some(models)
             }
             Err(why) => {
@@ -240,6 +272,7 @@ impl Probe {
         let Ok(answer) = client.get("/version", HEALTH_BYTES_MAX).await else {
             return false;
         };
+        self.ask_mode(client).await;
         let version = answer.status.is_success();
         let version = version
             .then(|| engine::read_version(&answer.body))

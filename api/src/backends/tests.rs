@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use axum::extract::Request;
 use axum::response::IntoResponse;
 use http::StatusCode;
+use serde_json::json;
 use state::RouterState;
-use state::command::{BackendSpec, Command, Envelope, Lane, Origin, Reply};
+use state::command::{BackendRole, BackendSpec, Command, Envelope, Lane, Origin, Reply};
 use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
@@ -56,15 +57,24 @@ impl Cluster {
     }
 
     fn put(&mut self, id: &str, addr: SocketAddr) {
+        self.put_as(BackendRole::Both, BTreeMap::new(), (id, addr));
+    }
+
+    fn put_as(
+        &mut self,
+        role: BackendRole,
+        labels: BTreeMap<String, String>,
+        (id, addr): (&str, SocketAddr),
+    ) {
         self.apply(Command::PutBackend(BackendSpec {
             id: id.to_owned(),
             url: format!("http://{addr}"),
             models: vec!["*".to_owned()],
-            labels: BTreeMap::new(),
+            labels,
             capacity_blocks: None,
             kv_events: None,
             kv_replay: None,
-            role: state::command::BackendRole::Both,
+            role,
         }));
     }
 }
@@ -239,6 +249,43 @@ async fn an_engine_tells_its_kind_and_version() {
     let listed = bench.backends.listed(Slot(0), "m").unwrap();
     let owner = listed.owned_by.as_deref();
     assert_eq!(owner.and_then(EngineKind::named), Some(EngineKind::Vllm));
+}
+
+#[tokio::test]
+async fn an_engine_with_a_role_is_known_before_it_gets_requests() {
+    // SGLang's without metrics, which it shows only where it is told to.
+    let sglang = |mode: &'static str| {
+        move |path: &str| match path {
+            "/ready" => (StatusCode::OK, String::new()),
+            "/v1/models" => (StatusCode::OK, MODELS.replace("vllm", "sglang")),
+            "/server_info" => {
+                let info = json!({
+                    "disaggregation_mode": mode, "disaggregation_bootstrap_port": 9001,
+                });
+                (StatusCode::OK, info.to_string())
+            }
+            _ => (StatusCode::NOT_FOUND, String::new()),
+        }
+    };
+    let label = |port: &str| BTreeMap::from([(BOOTSTRAP_PORT_LABEL.to_owned(), port.to_owned())]);
+    let (prefill, none) = (BackendRole::Prefill, BTreeMap::new());
+    for (mode, role, labels, expected) in [
+        ("prefill", prefill, none.clone(), Some(9001)),
+        ("prefill", prefill, label("7"), Some(7)),
+        ("null", prefill, none.clone(), None),
+        ("null", prefill, label("no port"), Some(9001)),
+        ("prefill", BackendRole::Both, label("7"), None),
+    ] {
+        let engine = Engine::start(sglang(mode)).await;
+        let mut bench = Bench::new(quick(), engine.addr);
+        bench.cluster.put_as(role, labels, ("gpu-1", engine.addr));
+        bench.until_healthy(true).await;
+        let registry = bench.cluster.state.view().registry();
+        let (backend, backends) = (&registry.backends[0], &bench.backends);
+        let meets = backends.meets_in_rooms(backend);
+        let port = meets.then(|| backends.bootstrap_port(backend));
+        assert_eq!(port, expected, "{mode} {role:?}");
+    }
 }
 
 #[tokio::test]

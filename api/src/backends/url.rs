@@ -81,6 +81,11 @@ impl EngineUrl {
             .expect("it was parsed with a port")
     }
 
+    /// Whether the engine's API is not below a path.
+    pub(crate) fn has_no_prefix(&self) -> bool {
+        self.prefix.is_empty()
+    }
+
     /// Returns the value of the `host` header.
     pub(crate) fn host_header(&self) -> Option<HeaderValue> {
         let port = if self.is_tls { HTTPS_PORT } else { HTTP_PORT };

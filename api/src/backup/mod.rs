@@ -22,6 +22,7 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use state::command::RESTORE_PART_BYTES;
 
@@ -45,7 +46,7 @@ const CHECKSUM_BYTES: usize = 8;
 const END_BYTES: usize = 16;
 
 /// Description of a backup. Unknown fields are ignored.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct BackupHead {
     /// When it was made, in Unix milliseconds by the clock of the replica that made it.
     pub made_at_ms: u64,

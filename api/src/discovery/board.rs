@@ -9,6 +9,7 @@ use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::Registry;
 use state::discovery::{DiscoveryChange, RefusedEngine, SourcePlan, ToldEngine};
@@ -65,7 +66,7 @@ struct PlannedCounts {
 }
 
 /// A source as `GET /admin/v1/discovery` shows it.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub struct SourceReport {
     /// Its id.
     id: String,
@@ -91,7 +92,7 @@ pub struct SourceReport {
 }
 
 /// An engine that is not registered.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct RefusedReport {
     engine: String,
     reason: String,
@@ -298,30 +299,30 @@ impl Collector for DiscoveryMetrics {
                 gauge.encode(engines.encode_family(&labels)?)?;
             }
         }
-        let mut looks = encoder.encode_descriptor(
+        let mut count = |name, help, label, kinds: &[&str], counts: fn(&SourceCard) -> &[u64]| {
+            let mut counters = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            for (id, card) in &*sources {
+                for (kind, count) in kinds.iter().zip(counts(card)) {
+                    let labels = [("source", &**id), (label, kind)];
+                    ConstCounter::new(*count).encode(counters.encode_family(&labels)?)?;
+                }
+            }
+            Ok::<(), fmt::Error>(())
+        };
+        count(
             "quorate_discovery_looks",
             "Answers of a source to this replica, and looks that failed",
-            None,
-            MetricType::Counter,
+            "outcome",
+            &OUTCOMES,
+            |card| &card.looks,
         )?;
-        for (id, card) in &*sources {
-            for (outcome, count) in OUTCOMES.iter().zip(card.looks) {
-                let labels = [("source", &**id), ("outcome", outcome)];
-                ConstCounter::new(count).encode(looks.encode_family(&labels)?)?;
-            }
-        }
-        let mut changes = encoder.encode_descriptor(
+        count(
             "quorate_discovery_changes",
             "Changes of backends that the cluster took from this replica as its leader",
-            None,
-            MetricType::Counter,
+            "change",
+            &CHANGES,
+            |card| &card.changes,
         )?;
-        for (id, card) in &*sources {
-            for (change, count) in CHANGES.iter().zip(card.changes) {
-                let labels = [("source", &**id), ("change", change)];
-                ConstCounter::new(count).encode(changes.encode_family(&labels)?)?;
-            }
-        }
         let mut answered = encoder.encode_descriptor(
             "quorate_discovery_answered_timestamp_seconds",
             "When a source last answered this replica; 0 if never",

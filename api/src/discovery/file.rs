@@ -4,7 +4,6 @@
 //! of `[[backends]]` in a config. What cannot be read as a list changes nothing.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -80,6 +79,21 @@ fn read(
     Ok(reading(list, template, dialer))
 }
 
+/// Reads a list without a file, for the fuzz target.
+#[cfg(feature = "fuzzing")]
+pub(super) fn fuzzed(
+    text: &str,
+    is_json: bool,
+    template: &EngineTemplate,
+    dialer: &EngineDialer,
+) -> Result<SourceReading, String> {
+    let list = entries(text, is_json)?;
+    let count = list.len();
+    let reading = reading(list, template, dialer);
+    assert!(reading.engines.len() <= count);
+    Ok(reading)
+}
+
 /// Returns the entries of a list, which are judged one by one.
 fn entries(text: &str, is_json: bool) -> Result<Vec<Value>, String> {
     let document: Value = match is_json {
@@ -118,7 +132,9 @@ fn reading(list: Vec<Value>, template: &EngineTemplate, dialer: &EngineDialer) -
             Err((id, reason)) => {
                 let engine = id.clone().unwrap_or_else(|| format!("entry {}", nth + 1));
                 reading.refused.push(RefusedEngine { engine, reason });
-                reading.engines.extend(id.map(|id| unclear(&id, template)));
+                // The backend of that id, if there is one, stays as it is.
+                let unclear = id.map(|id| template.nowhere(&id, EngineCondition::Unclear));
+                reading.engines.extend(unclear);
             }
         }
     }
@@ -129,15 +145,6 @@ fn reading(list: Vec<Value>, template: &EngineTemplate, dialer: &EngineDialer) -
         });
     }
     reading
-}
-
-/// An entry that cannot be used: the backend of that id, if there is one, stays as it is.
-fn unclear(id: &str, template: &EngineTemplate) -> ToldEngine {
-    let nowhere = (IpAddr::from([0, 0, 0, 0]), 1);
-    ToldEngine {
-        spec: template.at(Some(id), nowhere, &BTreeMap::new()),
-        condition: EngineCondition::Unclear,
-    }
 }
 
 fn engine(

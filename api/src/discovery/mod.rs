@@ -8,6 +8,8 @@ mod board;
 mod dns;
 mod file;
 mod follow;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod kubernetes;
 mod settings;
 #[cfg(test)]
@@ -15,7 +17,8 @@ mod tests;
 
 pub use board::{DiscoveryBoard, DiscoveryMetrics, SourceReport};
 pub use follow::{DiscoveryParts, run};
+pub use kubernetes::StatefulSetScale;
 pub use settings::{
-    DnsRecords, DnsSource, EngineScheme, EngineTemplate, KubernetesSource, PodChoice, SourceKind,
-    SourceSettings,
+    DnsRecords, DnsSource, EngineScheme, EngineTemplate, KubernetesAccess, KubernetesSource,
+    PodChoice, SourceKind, SourceSettings,
 };

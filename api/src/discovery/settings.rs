@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use state::command::{BackendRole, BackendSpec};
-use state::discovery::SourceRules;
+use state::discovery::{EngineCondition, SourceRules, ToldEngine, is_id_char};
 
 use crate::backends::EngineUrl;
 
@@ -75,12 +75,19 @@ pub enum DnsRecords {
 /// Pods of a namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KubernetesSource {
-    /// The namespace. `None`: that of this pod.
-    pub namespace: Option<String>,
+    /// Where the pods are.
+    pub access: KubernetesAccess,
     /// Which pods.
     pub pods: PodChoice,
     /// Port of the engines; `None`: as the pool says.
     pub port: Option<u16>,
+}
+
+/// A namespace, and how its API server is reached.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KubernetesAccess {
+    /// The namespace. `None`: that of this pod.
+    pub namespace: Option<String>,
     /// The API server. `None`: that of the cluster that this pod runs in.
     pub api_server: Option<EngineUrl>,
     /// File with the token that is shown to it, read again as it changes.
@@ -132,9 +139,17 @@ pub enum EngineScheme {
 impl EngineTemplate {
     /// Returns the id of the engine that the source calls `name`.
     pub(super) fn id(&self, name: &str) -> String {
-        let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
-        let name = name.replace(|c: char| !is_plain(c), "-");
+        let name = name.replace(|c| !is_id_char(c), "-");
         format!("{}-{name}", self.source)
+    }
+
+    /// Tells of an engine that has no address, or none that counts. It is not put.
+    pub(super) fn nowhere(&self, name: &str, condition: EngineCondition) -> ToldEngine {
+        let nowhere = (IpAddr::from([0, 0, 0, 0]), 1);
+        ToldEngine {
+            spec: self.at(Some(name), nowhere, &BTreeMap::new()),
+            condition,
+        }
     }
 
     /// Describes the engine at an address. Its name is its address if the source gives none.

@@ -200,6 +200,14 @@ impl DigestRing {
         None
     }
 
+    /// The last index at which a peer's digest was compared with the one here, and whether they
+    /// were equal.
+    #[must_use]
+    pub fn compared_with(&self, peer: ReplicaId) -> Option<(u64, bool)> {
+        let mut newest = self.compared.iter().rev();
+        newest.find_map(|(&index, said)| Some((index, *said.get(&peer)? == self.get(index)?)))
+    }
+
     /// Returns the digest recorded at `index`.
     #[must_use]
     pub fn get(&self, index: u64) -> Option<u128> {
@@ -350,6 +358,12 @@ impl Digests {
     #[must_use]
     pub fn get(&self, index: u64) -> Option<u128> {
         self.lock().ring.get(index)
+    }
+
+    /// See [`DigestRing::compared_with`].
+    #[must_use]
+    pub fn compared_with(&self, peer: ReplicaId) -> Option<(u64, bool)> {
+        self.lock().ring.compared_with(peer)
     }
 
     /// Returns the newest recorded index at or below `index`.

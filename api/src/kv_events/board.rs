@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::ids::Slot;
 
@@ -13,7 +14,7 @@ use super::stream::StreamCounts;
 pub struct StreamBoard(Mutex<BTreeMap<Slot, BackendStreams>>);
 
 /// One backend's streams as seen by its reader.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct BackendStreams {
     /// Why nothing is followed yet.
     pub detail: Option<String>,
@@ -22,7 +23,7 @@ pub struct BackendStreams {
 }
 
 /// Status of one rank's stream.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct RankStreamStatus {
     /// Data-parallel rank.
     pub rank: u16,

@@ -20,8 +20,9 @@ use state::command::Item;
 use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvRankStatus, KvReason, KvRefusal};
 use state::ids::{BackendRef, Slot};
 use state::{Backend, Registry, StateView};
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::board::{BackendStreams, StreamBoard};
 use super::socket::Sockets;
@@ -65,13 +66,7 @@ struct ReaderTask {
     backend: Backend,
     /// Tokens per block of its models when it began.
     sizes: Vec<(String, u32)>,
-    task: AbortHandle,
-}
-
-impl Drop for ReaderTask {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: AbortOnDropHandle<()>,
 }
 
 /// Runs a reader for each backend assigned to this replica until `stop`.
@@ -123,7 +118,7 @@ async fn supervise(parts: ReaderParts, stop: CancellationToken) {
                 ReaderTask {
                     backend: backend.clone(),
                     sizes: sizes_of(&registry, backend),
-                    task: tokio::spawn(reading).abort_handle(),
+                    _task: AbortOnDropHandle::new(tokio::spawn(reading)),
                 }
             };
             readings.entry(backend.handle.slot).or_insert_with(start);

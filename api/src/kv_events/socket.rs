@@ -10,8 +10,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
-use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::endpoint::{KvAddress, ListeningSide};
 use super::zmtp::{SocketType, ZmtpConnection, ZmtpError};
@@ -112,13 +112,7 @@ impl Sockets for Zmq {
 /// A socket's task; dropping it closes the socket.
 pub(super) struct Socket {
     incoming: mpsc::Receiver<SocketMessage>,
-    task: AbortHandle,
-}
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    _task: AbortOnDropHandle<()>,
 }
 
 impl Socket {
@@ -133,7 +127,7 @@ impl Socket {
         let task = tokio::spawn(sockets.subscribe(side, address, queue));
         Self {
             incoming,
-            task: task.abort_handle(),
+            _task: AbortOnDropHandle::new(task),
         }
     }
 
@@ -151,7 +145,7 @@ impl Socket {
         });
         Self {
             incoming,
-            task: task.abort_handle(),
+            _task: AbortOnDropHandle::new(task),
         }
     }
 

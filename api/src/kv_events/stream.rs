@@ -19,6 +19,7 @@ mod blocks;
 #[cfg(test)]
 mod tests;
 
+use schemars::JsonSchema;
 use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
@@ -70,7 +71,7 @@ pub struct StreamContext<'a> {
 }
 
 /// Counters of a stream, for display.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, JsonSchema)]
 pub struct StreamCounts {
     /// Messages reported.
     pub messages: u64,

@@ -32,6 +32,7 @@ mod tests;
 mod tokenizer;
 mod tokens;
 
+use schemars::JsonSchema;
 use std::sync::Arc;
 
 use state::ids::BlockHash;
@@ -233,7 +234,7 @@ pub struct PromptIdentity {
 }
 
 /// What blocks are made of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum BlockUnit {
     /// Bytes of text: the model has no tokenizer.

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::{HeaderValue, Method, Uri};
+use opentelemetry::trace::TraceId;
 
-use super::decisions::{DecidedAttempt, RequestRecord};
+use super::request_record::{DecidedAttempt, RequestRecord};
 use super::routes::shown_path;
 use super::settings::LoggedRequests;
 use crate::routing::AttemptReport;
@@ -38,6 +39,8 @@ pub(super) struct AccessEntry {
     id: HeaderValue,
     method: Method,
     uri: Uri,
+    /// The trace that it is part of; `None`: none.
+    trace: Option<TraceId>,
 }
 
 /// How a request ended, as its line tells it.
@@ -72,14 +75,15 @@ impl AccessLog {
     pub(super) fn begin(
         self: &Arc<Self>,
         id: &HeaderValue,
-        method: &Method,
-        uri: &Uri,
+        (method, uri): (&Method, &Uri),
+        trace: impl FnOnce() -> Option<TraceId>,
     ) -> Option<AccessEntry> {
         (self.logged != LoggedRequests::Off).then(|| AccessEntry {
             log: Arc::clone(self),
             id: id.clone(),
             method: method.clone(),
             uri: uri.clone(),
+            trace: trace(),
         })
     }
 
@@ -107,6 +111,7 @@ macro_rules! line {
         tracing::$level!(
             target: ACCESS_TARGET,
             request_id = $entry.id.to_str().unwrap_or_default(),
+            trace_id = $entry.trace.map(tracing::field::display),
             method = $entry.method.as_str(),
             path = shown_path($entry.uri.path()),
             status = $end.status,

@@ -5,17 +5,18 @@
 //! says what the backend's circuit learns, how the attempt is charged, and whether another backend
 //! may be tried: only when this one surely did not run the request.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::CONTENT_LENGTH;
-use http::{Method, Request, Response, Uri, Version};
+use http::{Method, Request, Response, StatusCode, Uri, Version};
 use http_body_util::{BodyExt, Limited};
 use state::Backend;
 use state::ids::{BackendRef, UserKey};
 use tokio::time::{Instant, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
 
 use super::Proxy;
 use super::beginning::begin;
@@ -23,10 +24,12 @@ use super::headers::{Hop, clean_answer, toward_engine};
 use super::proxied::ProxiedRequest;
 use super::relay::ERROR_BYTES_MAX;
 use super::suspects::WatchedRequest;
+use crate::backends::EngineHeaders;
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::isolation::CacheIsolation;
-use crate::routing::{Attempt, AttemptEnd, Decision, DecisionRecord};
+use crate::routing::{Attempt, AttemptEnd, Decision, DecisionRecord, Usage};
+use crate::traces::{AttemptTrace, TraceHeaders};
 
 /// How long the rest of a refusal is waited for.
 const REFUSAL_TIMEOUT: Duration = Duration::from_secs(2);
@@ -40,13 +43,15 @@ pub(super) struct OutgoingRequest<'a> {
     pub(super) salted: Option<Segments>,
     /// What the engine that answers is told of a prompt that another has computed.
     pub(super) transfer: Option<Bytes>,
+    /// Where the engine that answers meets the one that computes the prompt; `None`: nowhere.
+    pub(super) meeting: Option<Arc<Meeting>>,
     pub(super) first_byte_by: Instant,
     pub(super) watched: WatchedRequest,
 }
 
 impl OutgoingRequest<'_> {
     /// The body for the engine of `backend`.
-    fn body_for(&self, proxy: &Proxy, backend: &Backend) -> Segments {
+    pub(super) fn body_for(&self, proxy: &Proxy, backend: &Backend) -> Segments {
         let is_salted = self.salts(proxy, backend);
         if !is_salted && self.asked.identity.isolation != CacheIsolation::None {
             proxy.metrics.unsalted.inc();
@@ -56,6 +61,21 @@ impl OutgoingRequest<'_> {
         match &self.transfer {
             None => body,
             Some(member) => body.with_inserted(self.asked.parsed.insert_at, member.clone()),
+        }
+    }
+
+    /// Waits for `step` as long as its engine can get the prompt.
+    async fn with_prompt<T>(
+        &self,
+        step: impl Future<Output = Result<T, SendError>>,
+    ) -> Result<T, SendError> {
+        let Some(meeting) = &self.meeting else {
+            return step.await;
+        };
+        tokio::select! {
+            biased;
+            () = meeting.failed.cancelled() => Err(SendError::WithoutPrompt),
+            done = step => done,
         }
     }
 
@@ -88,6 +108,8 @@ pub(super) enum NotRun {
     OutOfConnections,
     /// It answered with a redirection.
     Redirected,
+    /// The engine that computes the prompt for it failed.
+    WithoutPrompt,
     /// It refused. `None`: the refusal was too long or took too long to be passed on.
     Refused(Option<Response<Bytes>>),
 }
@@ -97,7 +119,9 @@ impl NotRun {
     pub(super) fn was_load(&self) -> bool {
         match self {
             Self::Unreachable => false,
-            Self::OutOfConnections | Self::Redirected | Self::Refused(_) => true,
+            Self::OutOfConnections | Self::Redirected | Self::WithoutPrompt | Self::Refused(_) => {
+                true
+            }
         }
     }
 
@@ -107,6 +131,7 @@ impl NotRun {
             Self::Unreachable => Err(ProxyError::Unreachable),
             Self::OutOfConnections => Err(ProxyError::OutOfConnections),
             Self::Redirected => Err(ProxyError::Redirected),
+            Self::WithoutPrompt => Err(ProxyError::EngineBroke),
             Self::Refused(refusal) => refusal.ok_or(ProxyError::Refused),
         }
     }
@@ -137,6 +162,8 @@ pub(super) enum AttemptFailure {
     BrokeUnsent(SendError),
     /// The connection broke after the request was sent, before the answer's body began.
     Broke(SendError),
+    /// The engine that computes the prompt for this one failed; nothing was answered.
+    WithoutPrompt,
     /// There was no connection by the deadline.
     TimedOutUnsent,
     /// The request was sent, and no head came by the deadline.
@@ -147,6 +174,7 @@ impl AttemptFailure {
     pub(super) fn of(error: SendError, is_sent: bool) -> Self {
         match error {
             SendError::Gone => Self::Gone,
+            SendError::WithoutPrompt => Self::WithoutPrompt,
             error if error.is_local() => Self::OutOfConnections(error),
             SendError::Url(..) | SendError::Connect(_) => Self::Unreachable(error),
             SendError::Broke(_) | SendError::Ended | SendError::Informational if is_sent => {
@@ -166,6 +194,7 @@ impl AttemptFailure {
             Self::Unreachable(_) => "unreachable",
             Self::BrokeUnsent(_) => "broke-unsent",
             Self::Broke(_) => "broke",
+            Self::WithoutPrompt => "without-prompt",
             Self::TimedOutUnsent => "timed-out-unsent",
             Self::TimedOut => "timed-out",
         }
@@ -178,7 +207,9 @@ impl AttemptFailure {
             | Self::Unreachable(error)
             | Self::BrokeUnsent(error)
             | Self::Broke(error) => record.failed_with(self.label(), error),
-            Self::Gone | Self::TimedOutUnsent | Self::TimedOut => record.failed(self.label()),
+            Self::Gone | Self::WithoutPrompt | Self::TimedOutUnsent | Self::TimedOut => {
+                record.failed(self.label());
+            }
         }
     }
 
@@ -187,7 +218,7 @@ impl AttemptFailure {
     pub(super) fn report(&self, proxy: &Proxy, backend: BackendRef, user: UserKey) {
         let (backends, now) = (&proxy.backends, Instant::now());
         match self {
-            Self::Gone | Self::OutOfConnections(_) | Self::TimedOut => {}
+            Self::Gone | Self::OutOfConnections(_) | Self::WithoutPrompt | Self::TimedOut => {}
             Self::Unreachable(_) | Self::TimedOutUnsent => {
                 backends.report_no_answer(backend, None, now);
             }
@@ -203,6 +234,7 @@ impl AttemptFailure {
             | Self::OutOfConnections(_)
             | Self::Unreachable(_)
             | Self::BrokeUnsent(_)
+            | Self::WithoutPrompt
             | Self::TimedOutUnsent => AttemptEnd::NotRun,
             Self::Broke(_) => AttemptEnd::Failed,
             // It may have computed all the while.
@@ -210,8 +242,9 @@ impl AttemptFailure {
         }
     }
 
-    fn result(&self) -> AttemptResult {
+    pub(super) fn result(&self) -> AttemptResult {
         match self {
+            Self::WithoutPrompt => AttemptResult::NotRun(NotRun::WithoutPrompt),
             Self::Gone | Self::Unreachable(_) => AttemptResult::NotRun(NotRun::Unreachable),
             Self::OutOfConnections(_) => AttemptResult::NotRun(NotRun::OutOfConnections),
             Self::BrokeUnsent(_) | Self::Broke(_) => AttemptResult::Lost(ProxyError::EngineBroke),
@@ -246,21 +279,40 @@ impl Outcome {
         }
     }
 
+    /// Tells the span.
+    fn trace(&self, trace: &mut AttemptTrace) {
+        match self {
+            Self::Answer(response) | Self::Refusal(response) => {
+                trace.answered(response.status().as_u16());
+            }
+            Self::Redirection => trace.failed("redirected"),
+            Self::Failure(failure) => trace.failed(failure.label()),
+        }
+    }
+
     /// Tells the backend's circuit. It hears of a successful answer once its body begins.
     fn report(&self, proxy: &Proxy, decision: &Decision, user: UserKey) {
-        let (backends, backend, now) = (&proxy.backends, decision.backend, Instant::now());
+        let backend = decision.backend;
         match self {
-            Self::Answer(response) | Self::Refusal(response) if response.status().is_success() => {}
-            Self::Answer(response) | Self::Refusal(response)
-                if response.status().is_client_error() =>
-            {
-                backends.report_answer(backend, user, now);
+            Self::Answer(response) | Self::Refusal(response) => {
+                report_status(proxy, backend, user, response.status());
             }
-            Self::Answer(_) | Self::Refusal(_) | Self::Redirection => {
-                backends.report_no_answer(backend, Some(user), now);
+            Self::Redirection => {
+                report_status(proxy, backend, user, StatusCode::TEMPORARY_REDIRECT);
             }
             Self::Failure(failure) => failure.report(proxy, backend, user),
         }
+    }
+}
+
+/// Tells a backend's circuit of an answer with this status. It hears of a successful one once its
+/// body begins.
+pub(super) fn report_status(proxy: &Proxy, backend: BackendRef, user: UserKey, status: StatusCode) {
+    let now = Instant::now();
+    if status.is_client_error() {
+        proxy.backends.report_answer(backend, user, now);
+    } else if !status.is_success() {
+        proxy.backends.report_no_answer(backend, Some(user), now);
     }
 }
 
@@ -269,12 +321,15 @@ pub(super) async fn attempt(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
     decision: &Decision,
-    attempt: Attempt,
+    mut attempt: Attempt,
     is_last: bool,
 ) -> AttemptResult {
-    let pending = PendingAttempt::of(attempt);
+    let asked = sending.asked;
+    let trace = asked.trace_headers(attempt.trace());
+    let pending = PendingAttempt::of(attempt).meeting(sending.meeting.as_ref());
     let request = Post {
         body: &|backend: &Backend| sending.body_for(proxy, backend),
+        trace: trace.as_ref(),
         sent: &|| pending.is_sent.store(true, Relaxed),
     };
     let send = post(
@@ -284,8 +339,8 @@ pub(super) async fn attempt(
         decision.backend,
         request,
     );
-    let sent = timeout_at(sending.first_byte_by, send).await;
-    let (attempt, is_sent) = pending.over();
+    let sent = timeout_at(sending.first_byte_by, sending.with_prompt(send)).await;
+    let (mut attempt, is_sent) = pending.over();
     let outcome = match sent {
         Ok(Ok(response)) => {
             let status = response.status();
@@ -302,12 +357,16 @@ pub(super) async fn attempt(
     if let Some(record) = &decision.record {
         outcome.note(record);
     }
+    if let Some(trace) = attempt.trace() {
+        outcome.trace(trace);
+    }
     let failure = match outcome {
         Outcome::Answer(mut response) => {
-            let Err(error) = begin(&mut response, sending.first_byte_by).await else {
+            let begun = sending.with_prompt(begin(&mut response, sending.first_byte_by));
+            let Err(error) = begun.await else {
                 return AttemptResult::Answered(response, attempt);
             };
-            if response.status().is_success() {
+            if response.status().is_success() && !matches!(error, SendError::WithoutPrompt) {
                 let user = Some(attempt.user());
                 let now = Instant::now();
                 proxy.backends.report_no_answer(decision.backend, user, now);
@@ -315,6 +374,9 @@ pub(super) async fn attempt(
             let failure = AttemptFailure::of(error, is_sent);
             if let Some(record) = &decision.record {
                 failure.note(record);
+            }
+            if let Some(trace) = attempt.trace() {
+                trace.failed(failure.label());
             }
             failure
         }
@@ -340,15 +402,19 @@ pub(super) fn note(
     (backend, name): (BackendRef, &str),
     failure: &AttemptFailure,
 ) {
-    let request_id = sending.asked.request_id.to_str().unwrap_or_default();
+    let asked = sending.asked;
+    let request_id = asked.request_id.to_str().unwrap_or_default();
+    let trace_id = || asked.trace_id().map(tracing::field::display);
     match failure {
-        AttemptFailure::TimedOutUnsent | AttemptFailure::TimedOut => {}
+        AttemptFailure::WithoutPrompt
+        | AttemptFailure::TimedOutUnsent
+        | AttemptFailure::TimedOut => {}
         AttemptFailure::Gone => {
             let error = SendError::Gone;
-            tracing::debug!(request_id, backend = name, %error, "attempt failed");
+            tracing::debug!(request_id, trace_id = trace_id(), backend = name, %error, "attempt failed");
         }
         AttemptFailure::OutOfConnections(error) => {
-            tracing::debug!(request_id, backend = name, %error, "could not query backend");
+            tracing::debug!(request_id, trace_id = trace_id(), backend = name, %error, "could not query backend");
             proxy.pool.close_idle();
         }
         AttemptFailure::Unreachable(error)
@@ -358,7 +424,7 @@ pub(super) fn note(
                 sending.watched.broke();
             }
             proxy.backends.report_failure(backend.slot);
-            tracing::debug!(request_id, backend = name, %error, "attempt failed");
+            tracing::debug!(request_id, trace_id = trace_id(), backend = name, %error, "attempt failed");
         }
     }
 }
@@ -368,6 +434,18 @@ pub(super) fn note(
 pub(super) struct PendingAttempt {
     attempt: Option<Attempt>,
     pub(super) is_sent: AtomicBool,
+    meeting: Option<Arc<Meeting>>,
+}
+
+/// Two engines that got a request at once, and meet over its prompt.
+#[derive(Debug, Default)]
+pub(super) struct Meeting {
+    /// The one that computes the prompt has failed.
+    pub(super) failed: CancellationToken,
+    /// It was sent the request: a client that leaves pays for the prompt.
+    pub(super) is_sent: AtomicBool,
+    /// When the prompt was computed, and what was said of it.
+    pub(super) computed: OnceLock<(Instant, Option<Usage>)>,
 }
 
 impl PendingAttempt {
@@ -375,21 +453,40 @@ impl PendingAttempt {
         Self {
             attempt: Some(attempt),
             is_sent: AtomicBool::new(false),
+            meeting: None,
         }
+    }
+
+    /// The same of an attempt whose prompt another engine computes at the same time.
+    fn meeting(mut self, meeting: Option<&Arc<Meeting>>) -> Self {
+        self.meeting = meeting.cloned();
+        self
     }
 
     /// The wait is over: the attempt, and whether its request was sent.
     pub(super) fn over(mut self) -> (Attempt, bool) {
-        let attempt = self.attempt.take();
+        let attempt = self.take();
         let is_sent = self.is_sent.load(Relaxed);
         (attempt.expect("it is taken here only"), is_sent)
+    }
+
+    /// The attempt, with what is known of its prompt.
+    fn take(&mut self) -> Option<Attempt> {
+        let mut attempt = self.attempt.take()?;
+        let meeting = self.meeting.as_ref();
+        if let Some((at, usage)) = meeting.and_then(|meeting| meeting.computed.get()) {
+            attempt.prompt_computed(*usage, *at);
+        }
+        Some(attempt)
     }
 }
 
 impl Drop for PendingAttempt {
     fn drop(&mut self) {
-        if let Some(attempt) = self.attempt.take() {
-            let end = match self.is_sent.load(Relaxed) {
+        if let Some(attempt) = self.take() {
+            let meeting = self.meeting.as_ref();
+            let is_computed = meeting.is_some_and(|meeting| meeting.is_sent.load(Relaxed));
+            let end = match self.is_sent.load(Relaxed) || is_computed {
                 true => AttemptEnd::ClientLeft,
                 false => AttemptEnd::NotRun,
             };
@@ -402,6 +499,8 @@ impl Drop for PendingAttempt {
 pub(super) struct Post<'a> {
     /// The body for the engine of a backend.
     pub(super) body: &'a (dyn Fn(&Backend) -> Segments + Sync),
+    /// What the engine is told of the trace; `None`: what the client said.
+    pub(super) trace: Option<&'a TraceHeaders>,
     /// Called when it goes over a connection.
     pub(super) sent: &'a (dyn Fn() + Sync),
 }
@@ -426,13 +525,8 @@ pub(super) async fn post(
     let rank = registry.rank(backend);
     drop(registry);
     let hop = Hop {
-        rank,
-        peer: &asked.peer,
-        version: asked.head.version,
-        request_id: &asked.request_id,
-        forward_credentials: proxy.settings.api_keys.is_none(),
-        engine_key: engine_key.as_ref(),
-        strip: &proxy.settings.strip_headers,
+        trace: post.trace,
+        ..hop(proxy, asked, engine_key.as_ref(), rank)
     };
     let build = || {
         (post.sent)();
@@ -443,6 +537,25 @@ pub(super) async fn post(
         request
     };
     endpoint.send(&build).await
+}
+
+/// What an engine is told about the way of a request.
+pub(super) fn hop<'a>(
+    proxy: &'a Proxy,
+    asked: &'a ProxiedRequest,
+    engine_key: Option<&'a EngineHeaders>,
+    rank: Option<u16>,
+) -> Hop<'a> {
+    Hop {
+        rank,
+        trace: None,
+        peer: &asked.peer,
+        version: asked.head.version,
+        request_id: &asked.request_id,
+        forward_credentials: proxy.settings.api_keys.is_none(),
+        engine_key,
+        strip: &proxy.settings.strip_headers,
+    }
 }
 
 /// Reads a refusal, so that it can be passed on if no other backend is tried. `None`: it is too

@@ -103,7 +103,7 @@ impl ClientTable {
         let mut book = self.book();
         let share = (!is_exempt).then(|| Arc::clone(book.shares.entry(address).or_default()));
         if let Some(share) = &share {
-            if share.connections.load(Relaxed) >= self.connections_per_address_max.load(Relaxed) {
+            if share.connections() >= self.connections_per_address_max.load(Relaxed) {
                 return None;
             }
             share.connections.fetch_add(1, Relaxed);
@@ -127,12 +127,16 @@ impl ClientTable {
     }
 
     /// Tells up to `count` connections without a request to go, the longest idle ones; how many.
+    /// While an address has more than an equal share of all connections, only such addresses lose
+    /// some: who opens hundreds does not push out who opens one.
     pub(super) fn close_idle(&self, count: usize) -> usize {
         let book = self.book();
+        let equal_share = book.equal_share();
         let idle = book.seats.values().filter(|seat| seat.can_leave());
-        let mut idle: Vec<_> = idle
+        let (above, within): (Vec<_>, Vec<_>) = idle
             .map(|seat| (seat.idle_since_ms.load(Relaxed), seat))
-            .collect();
+            .partition(|(_, seat)| seat.connections_of_address() > equal_share);
+        let mut idle = if above.is_empty() { within } else { above };
         if count == 0 || idle.is_empty() {
             return 0;
         }
@@ -155,7 +159,28 @@ impl ClientTable {
     }
 }
 
+impl ConnectionTable {
+    /// Connections per address, if each had as many, rounded down. Addresses without a limit count
+    /// as one.
+    fn equal_share(&self) -> usize {
+        let limited: usize = self.shares.values().map(|it| it.connections()).sum();
+        let others = usize::from(limited < self.seats.len());
+        self.seats.len() / (self.shares.len() + others).max(1)
+    }
+}
+
+impl AddressCounts {
+    fn connections(&self) -> usize {
+        self.connections.load(Relaxed)
+    }
+}
+
 impl ClientConnection {
+    /// How many its address has; 0 if that may have any number.
+    fn connections_of_address(&self) -> usize {
+        self.share.as_ref().map_or(0, |share| share.connections())
+    }
+
     /// Whether no request is under way.
     pub(super) fn is_idle(&self) -> bool {
         self.open.load(Relaxed) == 0
@@ -344,6 +369,23 @@ mod tests {
         drop(turn);
         assert_eq!(clients.close_idle(9), 1);
         assert_eq!(clients.close_idle(9), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_with_more_than_an_equal_share_makes_room_first() {
+        let clients = Arc::new(ClientTable::new(99, 99));
+        let seat = |text: &str, is_exempt| clients.seat(address(text), is_exempt).unwrap();
+        let first = seat("192.0.2.1", false);
+        let balancer = seat("192.0.2.9", true);
+        tokio::time::advance(std::time::Duration::from_secs(60)).await;
+        let crowd: Vec<_> = (0..7).map(|_| seat("192.0.2.7", false)).collect();
+        assert_eq!(clients.close_idle(4), 4);
+        let told = |guard: &ConnectionGuard| guard.seat.is_told.load(Relaxed);
+        assert_eq!(crowd.iter().filter(|guard| told(guard)).count(), 4);
+        assert_eq!(clients.close_idle(4), 3, "no more than have too many");
+        assert!(!told(&first) && !told(&balancer));
+        drop(crowd);
+        assert_eq!(clients.close_idle(4), 2, "then by time alone");
     }
 
     #[test]

@@ -10,19 +10,22 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use http::HeaderValue;
-use state::ids::ReplicaId;
+use state::ids::{BlockHash, ReplicaId};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::identify::UserSource;
 use super::reading::ClientRequest;
+use super::recorder::{Recorder, TakenRequest};
+use super::request_record::{DecidedAttempt, RequestRecord};
 use crate::clock::Clock;
-use crate::prompt::BlockUnit;
-use crate::routing::{Decision, DecisionRecord, Labels, UserName};
+use crate::routing::Decision;
 
 /// Most bytes that finished and running requests take up together, but for those that are added to
 /// while they run.
 const BYTES_MAX: usize = 64 * 1024 * 1024;
+/// Most bytes that the blocks of the newest requests take up beside it. A prompt of 100,000 tokens
+/// has 50 KB of them.
+const CHAIN_BYTES_MAX: usize = 32 * 1024 * 1024;
 /// How many records are looked at while new ones have to wait.
 const LOOK_AT: usize = 256;
 
@@ -34,6 +37,7 @@ pub struct DecisionLog {
     /// Whether requests have a record though none is kept.
     is_always_made: bool,
     kept: Mutex<KeptRequests>,
+    recorder: Recorder,
 }
 
 #[derive(Default)]
@@ -42,6 +46,9 @@ struct KeptRequests {
     entries: VecDeque<KeptRequest>,
     next_number: u64,
     bytes: usize,
+    /// Blocks of the newest requests' prompts, by number; all requests after the first are there.
+    chains: VecDeque<(u64, Arc<[BlockHash]>)>,
+    chain_bytes: usize,
 }
 
 struct KeptRequest {
@@ -49,57 +56,6 @@ struct KeptRequest {
     record: Arc<RequestRecord>,
     /// As counted in `KeptRequests::bytes`.
     bytes: usize,
-}
-
-/// What is kept of one request.
-#[derive(Debug)]
-pub struct RequestRecord {
-    /// Its place among all that this replica has kept since its start, from 0.
-    pub(crate) number: u64,
-    /// A text of its own: a header's value would keep the 16 KiB that its connection read at once.
-    pub(crate) id: Box<str>,
-    pub(crate) path: Box<str>,
-    pub(crate) model: Box<str>,
-    pub(crate) user: UserName,
-    pub(crate) user_source: UserSource,
-    pub(crate) labels: Labels,
-    pub(crate) priority: i16,
-    pub(crate) deadline: Option<Duration>,
-    pub(crate) tokens_max: Option<u32>,
-    pub(crate) is_stream: bool,
-    pub(crate) unit: BlockUnit,
-    /// Prompt tokens, as far as they were known.
-    pub(crate) tokens: u32,
-    /// Full blocks of the prompt.
-    pub(crate) blocks: u32,
-    /// Unix time when it was understood, in milliseconds.
-    pub(crate) at_ms: u64,
-    since: Instant,
-    attempts: Mutex<Vec<DecidedAttempt>>,
-    end: OnceLock<RequestEnd>,
-}
-
-/// One attempt of a request.
-#[derive(Debug, Clone)]
-pub(crate) struct DecidedAttempt {
-    /// From when the request was understood to the dispatch.
-    pub(crate) after: Duration,
-    /// Of that, how long this attempt waited for its turn and a backend.
-    pub(crate) waited: Duration,
-    pub(crate) decision: Arc<DecisionRecord>,
-}
-
-/// How a request ended.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RequestEnd {
-    /// As `quorate_proxy_requests_total` counts it.
-    pub(crate) outcome: &'static str,
-    /// Status its client was told; 0: none.
-    pub(crate) status: u16,
-    /// Code of the error it was told.
-    pub(crate) code: Option<&'static str>,
-    /// From when it was understood.
-    pub(crate) after: Duration,
 }
 
 /// What the log holds.
@@ -122,6 +78,7 @@ impl DecisionLog {
             entries_max,
             is_always_made: false,
             kept: Mutex::default(),
+            recorder: Recorder::default(),
         }
     }
 
@@ -162,6 +119,9 @@ impl DecisionLog {
             unit: request.identity.unit,
             tokens: request.identity.tokens,
             blocks: u32::try_from(blocks).unwrap_or(u32::MAX),
+            matchable: request.identity.matchable,
+            tokens_per_block: request.identity.tail.tokens_per_block,
+            marks: marks(&request.identity.chain),
             at_ms,
             since,
             attempts: Mutex::default(),
@@ -173,8 +133,16 @@ impl DecisionLog {
         let mut kept = self.lock();
         let record = Arc::new(record(kept.next_number));
         kept.next_number += 1;
+        let chain = &request.identity.chain;
         kept.push(id_hash, Arc::clone(&record));
+        kept.push_chain(record.number, Arc::clone(chain));
         kept.shrink(self.entries_max);
+        drop(kept);
+        if self.recorder.is_on() {
+            let bytes = record.bytes() + size_of_val(&**chain);
+            let (record, chain) = (Arc::clone(&record), Arc::clone(chain));
+            self.recorder.take(TakenRequest { record, chain }, bytes);
+        }
         Some(record)
     }
 
@@ -190,6 +158,29 @@ impl DecisionLog {
         });
         let bytes = size_of::<DecidedAttempt>() + decision.bytes();
         self.lock().grow(record.number, bytes);
+        if self.recorder.is_on() {
+            self.recorder.grow(record, bytes, self.clock.unix_ms());
+        }
+    }
+
+    /// Recordings of what is asked.
+    pub(crate) fn recorder(&self) -> &Recorder {
+        &self.recorder
+    }
+
+    /// The newest requests with the blocks of their prompts, at most `limit`, the oldest first.
+    pub(crate) fn with_blocks(&self, limit: usize) -> Vec<TakenRequest> {
+        let kept = self.lock();
+        let first = kept.entries.front().map_or(0, |first| first.record.number);
+        let skipped = kept.chains.len().saturating_sub(limit);
+        let newest = kept.chains.iter().skip(skipped);
+        let taken = newest.filter_map(|(number, chain)| {
+            let at = usize::try_from(number.checked_sub(first)?).ok()?;
+            let record = Arc::clone(&kept.entries.get(at)?.record);
+            let chain = Arc::clone(chain);
+            Some(TakenRequest { record, chain })
+        });
+        taken.collect()
     }
 
     /// This replica.
@@ -203,7 +194,7 @@ impl DecisionLog {
         DecisionLogSize {
             entries: kept.entries.len(),
             entries_max: self.entries_max,
-            bytes: kept.bytes,
+            bytes: kept.bytes + kept.chain_bytes,
             oldest_ms: kept.entries.front().map(|oldest| oldest.record.at_ms),
         }
     }
@@ -255,6 +246,21 @@ impl KeptRequests {
         });
     }
 
+    fn push_chain(&mut self, number: u64, chain: Arc<[BlockHash]>) {
+        self.chain_bytes += chain_bytes(&chain);
+        self.chains.push_back((number, chain));
+        while self.chain_bytes > CHAIN_BYTES_MAX {
+            self.drop_chain();
+        }
+    }
+
+    /// Drops the blocks of the oldest request that has them.
+    fn drop_chain(&mut self) {
+        if let Some((_, chain)) = self.chains.pop_front() {
+            self.chain_bytes -= chain_bytes(&chain);
+        }
+    }
+
     /// A request takes up more.
     fn grow(&mut self, number: u64, bytes: usize) {
         let Some(first) = self.entries.front().map(|first| first.record.number) else {
@@ -276,6 +282,10 @@ impl KeptRequests {
                 return;
             };
             self.bytes -= oldest.bytes;
+            let number = oldest.record.number;
+            if self.chains.front().is_some_and(|chain| chain.0 <= number) {
+                self.drop_chain();
+            }
         }
     }
 
@@ -289,34 +299,16 @@ impl KeptRequests {
     }
 }
 
-impl RequestRecord {
-    /// The request is over.
-    pub(super) fn ends(&self, outcome: &'static str, status: u16, code: Option<&'static str>) {
-        self.end.get_or_init(|| RequestEnd {
-            outcome,
-            status,
-            code,
-            after: self.since.elapsed(),
-        });
-    }
+/// What the blocks of a prompt take up.
+fn chain_bytes(chain: &[BlockHash]) -> usize {
+    size_of::<(u64, Arc<[BlockHash]>)>() + size_of_val(chain)
+}
 
-    /// How it ended; `None`: it is under way.
-    pub(crate) fn end(&self) -> Option<&RequestEnd> {
-        self.end.get()
-    }
-
-    /// Its attempts so far, in order.
-    pub(crate) fn attempts(&self) -> MutexGuard<'_, Vec<DecidedAttempt>> {
-        self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn bytes(&self) -> usize {
-        let labels = self.labels.iter();
-        let labels =
-            labels.map(|(key, value)| size_of::<(String, String)>() + key.len() + value.len());
-        let texts = self.id.len() + self.path.len() + self.model.len() + self.user.as_str().len();
-        size_of::<Self>() + texts + labels.sum::<usize>()
-    }
+/// The blocks at depths that are powers of two.
+fn marks(chain: &[BlockHash]) -> Box<[BlockHash]> {
+    let places = std::iter::successors(Some(1_usize), |depth| depth.checked_mul(2));
+    let marks = places.map_while(|depth| chain.get(depth - 1).copied());
+    marks.collect()
 }
 
 impl std::fmt::Debug for DecisionLog {

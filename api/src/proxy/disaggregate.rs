@@ -25,6 +25,7 @@ use super::scan::{members, value_of};
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::routing::{Attempt, AttemptEnd, Decision, PrefillAttempt, PrefillDecision, Usage};
+use crate::traces::{TraceHeaders, TracedEnd};
 
 /// Longest answer of a prefill engine, in bytes: a token, and the numbers of the prompt's blocks.
 const PREFILL_ANSWER_BYTES_MAX: usize = 4 << 20;
@@ -100,7 +101,20 @@ pub(super) async fn disaggregate(
     };
     let began = Instant::now();
     let pending = PendingAttempt::of(attempt);
-    let prefilled = compute(proxy, sending, (chosen, &prefill), &pending).await;
+    let mut trace = sending.asked.attempts(&chosen.name, "prefill");
+    let headers = sending.asked.trace_headers(trace.as_mut());
+    let to = (chosen, &prefill);
+    let prefilled = compute(proxy, sending, to, (&pending, headers.as_ref())).await;
+    if let Some(trace) = trace {
+        let is_failure = !matches!(prefilled, Prefilled::Computed { .. });
+        trace.end(&TracedEnd {
+            outcome: prefilled.label(),
+            is_whole: false,
+            is_failure,
+            tokens: None,
+            at: Instant::now(),
+        });
+    }
     let (attempt, _) = pending.over();
     proxy
         .metrics
@@ -117,7 +131,7 @@ async fn compute(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
     (chosen, prefill): (&PrefillDecision, &PrefillAttempt),
-    pending: &PendingAttempt,
+    (pending, trace): (&PendingAttempt, Option<&TraceHeaders>),
 ) -> Prefilled {
     let until = Instant::now() + proxy.settings.timeouts.first_byte / PREFILL_TIME_PART;
     let sent = || {
@@ -128,6 +142,7 @@ async fn compute(
     let body = |backend: &Backend| prefill_body(sending, sending.salts(proxy, backend));
     let request = Post {
         body: &body,
+        trace,
         sent: &sent,
     };
     let asked = async {

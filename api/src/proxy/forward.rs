@@ -12,6 +12,7 @@ use bytes::Bytes;
 use http::header::{CACHE_CONTROL, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, Uri, Version, response};
 use state::ids::Slot;
+use state::policy::Handover;
 use state::quotas::{LimitKind, LimitRejection};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
@@ -30,14 +31,16 @@ use super::proxied::ProxiedRequest;
 use super::relay::{
     BodyKind, RespondingBackend, ResponseBody, ResponseTimeouts, SharedResponseBody,
 };
+use super::rooms::meet;
+use super::source::AnswerSource;
 use super::splice::{salted, splice};
 use super::sse::{SseStream, WantedUsage};
-use crate::admission::AdmissionRejection;
+use crate::admission::{AdmissionRejection, DecisionTimes};
 use crate::backends::AnswerForm;
-use crate::backends::pool::EngineBody;
-use crate::error::{ProxyError, SHOULD_RETRY};
+use crate::error::{ProxyError, SHOULD_RETRY, rescue};
 use crate::prompt::{ParsedBody, ReplyShape};
 use crate::routing::{Attempt, AttemptEnd, Decision, HiddenOutput, RoutingRejection};
+use crate::traces::{AttemptTrace, TracedDecision, WaitTrace};
 
 /// Tells nginx whether to hold an answer back until its buffer is full.
 const ACCEL_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
@@ -59,47 +62,35 @@ pub(super) async fn forward(
     asked: &Arc<ProxiedRequest>,
     ledger: &mut RequestMetricsGuard,
 ) -> Result<ForwardResult, ProxyError> {
-    if proxy.suspects.refuses(asked) {
-        proxy.metrics.suspects_refused.inc();
-        return Err(ProxyError::BreaksBackends);
-    }
-    ledger.spends(proxy.budget.begin(&asked.parsed.model));
-    let (mut sending, wanted) = outgoing(proxy, asked);
+    let (mut sending, wanted) = prepare(proxy, asked, ledger)?;
     let mut excluded: Vec<Slot> = Vec::new();
     let mut tried = 0;
     let mut last = None;
     loop {
         let arrived = Instant::now();
-        let admitted = match proxy.admission.admit(asked, &excluded).await {
+        let (decision, taken) = match admit(proxy, asked, &excluded).await {
             Ok(admitted) => admitted,
-            Err(why) => return last.map_or_else(|| Err(refusal(proxy, why, asked)), give_up),
+            Err(why) => return last.map_or(Err(why), give_up),
         };
-        let (decision, mut taken) = admitted.into_parts();
-        if let Some(record) = &asked.record {
-            proxy
-                .decisions
-                .decided(record, &decision, arrived.elapsed());
+        if tried == 0 {
+            ledger.routed(arrived.elapsed());
         }
         sending.first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
         sending.watched.sent();
         let is_last = tried + 1 >= proxy.settings.attempts_max;
-        (taken, sending.transfer) = disaggregate(proxy, &sending, &decision, taken).await?;
-        if let (None, Some(prefill)) = (&sending.transfer, &decision.prefill) {
-            excluded.push(prefill.backend.slot);
-        }
-        taken.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
-        sending.watched.sent();
-        let sent_at = Instant::now();
-        match attempt(proxy, &sending, &decision, taken, is_last).await {
+        let sent = send(proxy, &mut sending, &decision, taken, is_last).await?;
+        excluded.extend(sent.out);
+        match sent.result {
             AttemptResult::Answered(response, attempt) => {
                 if sending.transfer.is_some() {
-                    proxy.metrics.stages.decoded(sent_at.elapsed());
+                    proxy.metrics.stages.decoded(sent.at.elapsed());
                 }
+                let response = response.map(AnswerSource::Engine);
                 let relayed = relay(proxy, &sending, &decision, response, attempt, wanted);
                 return Ok(ForwardResult::Relayed(relayed));
             }
             AttemptResult::Lost(failure) => return Err(failure),
-            AttemptResult::NotRun(how) if is_last => return give_up(how),
+            AttemptResult::NotRun(how) if is_last || sent.is_final => return give_up(how),
             AttemptResult::NotRun(how) if how.was_load() && !ledger.may_retry() => {
                 proxy.metrics.retries_refused.inc();
                 return give_up(how);
@@ -108,13 +99,129 @@ pub(super) async fn forward(
         }
         proxy.metrics.retries.inc();
         tried += 1;
-        exclude(
-            proxy,
-            at_fault(&decision, &sending, last.as_ref()),
-            last.as_ref(),
-            &mut excluded,
-        );
+        let at_fault = sent.at_fault;
+        let at_fault = at_fault.unwrap_or_else(|| fault(&decision, &sending, last.as_ref()));
+        exclude(proxy, at_fault, last.as_ref(), &mut excluded);
     }
+}
+
+/// The request as engines get it, unless it has broken two of them; and what of their usage reports
+/// its client asked for.
+pub(super) fn prepare<'a>(
+    proxy: &Arc<Proxy>,
+    asked: &'a ProxiedRequest,
+    ledger: &mut RequestMetricsGuard,
+) -> Result<(OutgoingRequest<'a>, WantedUsage), ProxyError> {
+    if proxy.suspects.refuses(asked) {
+        proxy.metrics.suspects_refused.inc();
+        return Err(ProxyError::BreaksBackends);
+    }
+    ledger.spends(proxy.budget.begin(&asked.parsed.model));
+    Ok(outgoing(proxy, asked))
+}
+
+/// Waits for a backend, and notes in records and spans what came of that.
+pub(super) async fn admit(
+    proxy: &Proxy,
+    asked: &Arc<ProxiedRequest>,
+    excluded: &[Slot],
+) -> Result<(Decision, Attempt), ProxyError> {
+    let arrived = Instant::now();
+    let waits = asked.trace.as_ref().and_then(|trace| trace.waits());
+    let admitted = match proxy.admission.admit(asked, excluded).await {
+        Ok(admitted) => admitted,
+        Err(why) => {
+            let why = refusal(proxy, why, asked);
+            if let Some(waits) = waits {
+                waits.refused(rescue(&why).code);
+            }
+            return Err(why);
+        }
+    };
+    let waited = arrived.elapsed();
+    let decided = admitted.decided();
+    let (decision, mut attempt) = admitted.into_parts();
+    attempt.traces(trace(asked, &decision, waits.zip(decided)));
+    if let Some(record) = &asked.record {
+        proxy.decisions.decided(record, &decision, waited);
+    }
+    Ok((decision, attempt))
+}
+
+/// The span of the attempt that a decision leads to, once the decision's own is written.
+fn trace(
+    asked: &ProxiedRequest,
+    decision: &Decision,
+    admitted: Option<(WaitTrace, DecisionTimes)>,
+) -> Option<AttemptTrace> {
+    let trace = asked.trace.as_ref()?;
+    let (waits, DecisionTimes { began, ended }) = admitted?;
+    waits.admitted(began);
+    trace.decided(&TracedDecision {
+        began,
+        ended,
+        backend: &decision.name,
+        policy: decision.policy,
+        reason: decision.reason.label(),
+        matched: decision.matched,
+        total: decision.total,
+        index: decision.index.0,
+    });
+    trace.attempts(&decision.name, "answer")
+}
+
+/// How a request fared at the backend, or the two, of a decision.
+struct SentRequest {
+    result: AttemptResult,
+    /// When it was sent to the one that answers.
+    at: Instant,
+    /// A backend that did not compute the prompt, which another has then.
+    out: Option<Slot>,
+    /// The backend at fault, where that is known and it was not run.
+    at_fault: Option<Slot>,
+    /// Whether no other backend is worth a try.
+    is_final: bool,
+}
+
+/// Sends the request to the backends of a decision: one, one after the other, or both at once.
+async fn send(
+    proxy: &Arc<Proxy>,
+    sending: &mut OutgoingRequest<'_>,
+    decision: &Decision,
+    mut taken: Attempt,
+    is_last: bool,
+) -> Result<SentRequest, ProxyError> {
+    let parsed = &sending.asked.parsed;
+    let hidden = hidden(parsed).filter(|_| !parsed.stream);
+    (sending.transfer, sending.meeting) = (None, None);
+    let prefill = decision.prefill.as_ref();
+    if let Some(chosen) = prefill.filter(|chosen| chosen.handover == Handover::Room) {
+        let at = Instant::now();
+        taken.hides(hidden);
+        // Large, and rare: it is not to be part of every request's future.
+        let met = Box::pin(meet(proxy, sending, (decision, chosen), taken, is_last));
+        let met = met.await?;
+        return Ok(SentRequest {
+            result: met.result,
+            at,
+            out: None,
+            at_fault: Some(met.at_fault),
+            is_final: met.is_final,
+        });
+    }
+    let (mut taken, transfer) = disaggregate(proxy, sending, decision, taken).await?;
+    let out = prefill.filter(|_| transfer.is_none());
+    sending.transfer = transfer;
+    taken.hides(hidden);
+    sending.watched.sent();
+    let at = Instant::now();
+    Ok(SentRequest {
+        result: attempt(proxy, sending, decision, taken, is_last).await,
+        at,
+        out: out.map(|prefill| prefill.backend.slot),
+        at_fault: None,
+        is_final: false,
+    })
 }
 
 /// The request as engines get it, and what of their usage reports its client asked for.
@@ -141,6 +248,7 @@ fn outgoing<'a>(
         salted: salted(&asked.parsed, asked.identity.isolation, &body),
         body,
         transfer: None,
+        meeting: None,
         first_byte_by: Instant::now(),
         watched: proxy.suspects.watch(asked),
     };
@@ -148,7 +256,7 @@ fn outgoing<'a>(
 }
 
 /// The backend that a request which was not run is kept from.
-fn at_fault(decision: &Decision, sending: &OutgoingRequest<'_>, how: Option<&NotRun>) -> Slot {
+fn fault(decision: &Decision, sending: &OutgoingRequest<'_>, how: Option<&NotRun>) -> Slot {
     match (how, &decision.prefill) {
         // The transfer may be at fault: the same backend may compute the prompt itself.
         (Some(NotRun::Refused(_)), Some(prefill)) if sending.transfer.is_some() => {
@@ -168,7 +276,7 @@ fn exclude(proxy: &Proxy, slot: Slot, how: Option<&NotRun>, excluded: &mut Vec<S
 
 /// What an answer leaves unseen until its end, were it not a stream; `None`: nothing is made for
 /// it.
-fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
+pub(super) fn hidden(parsed: &ParsedBody) -> Option<HiddenOutput> {
     (parsed.reply != ReplyShape::None).then_some(HiddenOutput {
         choices: parsed.choices,
         tokens_max: parsed.max_tokens,
@@ -183,8 +291,11 @@ fn refusal(proxy: &Proxy, why: AdmissionRejection, asked: &ProxiedRequest) -> Pr
             model: shown_model(&asked.parsed.model),
         },
         AdmissionRejection::NoBackend(RoutingRejection::NoneHealthy) => ProxyError::NoneHealthy,
+        AdmissionRejection::NoBackend(RoutingRejection::NoneOffered) => ProxyError::NoneOffered,
         AdmissionRejection::NoBackend(RoutingRejection::NoneSelected) => ProxyError::NoneSelected,
         AdmissionRejection::NoBackend(RoutingRejection::NoneIsolating) => ProxyError::NoneIsolating,
+        AdmissionRejection::NoBackend(RoutingRejection::NotSeparable) => ProxyError::NotSeparable,
+        AdmissionRejection::NoBackend(RoutingRejection::NoPrefill) => ProxyError::NoPrefill,
         AdmissionRejection::NoBackend(RoutingRejection::AllTried) => ProxyError::Unreachable,
         AdmissionRejection::NoBackend(RoutingRejection::TooLarge) => too_long(proxy, asked),
         AdmissionRejection::NoBackend(RoutingRejection::AtLimit) => ProxyError::Overloaded,
@@ -256,11 +367,12 @@ fn give_up(last: NotRun) -> Result<ForwardResult, ProxyError> {
     last.answer().map(ForwardResult::Held)
 }
 
-fn relay(
+/// Passes an engine's answer on, and accounts for it until it ends.
+pub(super) fn relay(
     proxy: &Arc<Proxy>,
     sending: &OutgoingRequest<'_>,
     decision: &Decision,
-    response: Response<EngineBody>,
+    response: Response<AnswerSource>,
     mut attempt: Attempt,
     wanted: WantedUsage,
 ) -> Response<SharedResponseBody> {

@@ -187,6 +187,7 @@ pub fn headers(bytes: &[u8]) {
     let id = request_id(&head);
     let strip = super::HeaderRules::default();
     let hop = Hop {
+        trace: None,
         rank: None,
         peer: &HeaderValue::from_static("127.0.0.1"),
         version: Version::HTTP_11,

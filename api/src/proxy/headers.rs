@@ -15,6 +15,7 @@ use crate::backends::EngineHeaders;
 
 use super::fields::{HeaderRules, is_engines_own};
 use crate::api_keys::is_of_cluster;
+use crate::traces::TraceHeaders;
 
 /// Names the request, here and at the engine.
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -24,7 +25,7 @@ pub(super) const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 pub(super) const AZURE_KEY: HeaderName = HeaderName::from_static("api-key");
 /// Which data-parallel rank of an engine computes a request; vLLM and SGLang read it.
 pub(super) const RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
-const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+pub(super) const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 /// Who goes first among requests that wait.
@@ -45,9 +46,9 @@ const NOT_FORWARDED: [HeaderName; 5] = [
 /// Longest request id taken from a client, in bytes.
 pub(super) const REQUEST_ID_BYTES_MAX: usize = 128;
 /// Most header fields added toward the engine.
-const ADDED_MAX: usize = 6;
+const ADDED_MAX: usize = 7;
 
-fn is_hop_by_hop(name: &HeaderName) -> bool {
+pub(super) fn is_hop_by_hop(name: &HeaderName) -> bool {
     [
         &CONNECTION,
         &KEEP_ALIVE,
@@ -89,6 +90,8 @@ pub(super) struct Hop<'a> {
     pub(super) strip: &'a HeaderRules,
     /// The rank that it was dispatched to; `None`: the engine has one only.
     pub(super) rank: Option<u16>,
+    /// What it is told of the trace; `None`: what the client said.
+    pub(super) trace: Option<&'a TraceHeaders>,
 }
 
 /// Whether the value is a key of the cluster, which no engine gets to see.
@@ -120,6 +123,9 @@ pub(super) fn toward_engine(client: &HeaderMap, host: &HeaderValue, hop: &Hop<'_
     }
     if let Some(rank) = hop.rank {
         headers.insert(RANK, HeaderValue::from(rank));
+    }
+    if let Some(trace) = hop.trace {
+        trace.put_into(&mut headers);
     }
     headers.insert(HOST, host.clone());
     headers.insert(REQUEST_ID, hop.request_id.clone());
@@ -206,6 +212,7 @@ mod tests {
 
     fn forwarded(client: &HeaderMap, forward_credentials: bool) -> HeaderMap {
         let hop = Hop {
+            trace: None,
             rank: None,
             peer: &HeaderValue::from_static("10.0.0.9"),
             version: Version::HTTP_11,
@@ -241,6 +248,7 @@ mod tests {
         let client = headers(&[("x-vllm-priority", "-9"), ("x-other", "1")]);
         assert!(!forwarded(&client, true).contains_key("x-vllm-priority"));
         let hop = Hop {
+            trace: None,
             rank: None,
             peer: &HeaderValue::from_static("10.0.0.9"),
             version: Version::HTTP_11,
@@ -263,6 +271,7 @@ mod tests {
             (HeaderRules::new(&[]).unwrap(), None, Some("7")),
         ] {
             let hop = Hop {
+                trace: None,
                 rank,
                 peer: &HeaderValue::from_static("10.0.0.9"),
                 version: Version::HTTP_11,

@@ -2,6 +2,7 @@
 //! once, even if its future is dropped.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use http::StatusCode;
@@ -16,12 +17,14 @@ use tokio::time::Instant;
 use super::access::{AccessEntry, EndedAccess};
 use super::budget::BudgetGuard;
 use super::clients::{ConnectionRequestGuard, UserRequestGuard};
-use super::decisions::RequestRecord;
 use super::model_metrics::{ModelMeter, ModelMetrics};
 pub use super::outcome::RequestOutcome;
+use super::request_record::RequestRecord;
 use super::stage_metrics::StageMetrics;
 use crate::backends::pool::PoolCounters;
 use crate::error::ProxyError;
+use crate::figures::TimeBuckets;
+use crate::traces::{EndedTrace, RequestTrace};
 
 /// Upper bounds of the histograms' buckets, in seconds.
 const BUCKETS_S: [f64; 18] = [
@@ -75,6 +78,8 @@ pub struct ProxyMetrics {
     pub answer_bytes: Counter,
     /// Connections to engines.
     pub pool: PoolCounters,
+    /// What people are shown of the last seconds.
+    pub recent: Arc<RecentRequests>,
     /// The same by model.
     pub(super) models: ModelMetrics,
     /// Requests on two backends.
@@ -91,6 +96,19 @@ impl Default for StageMetrics {
     fn default() -> Self {
         Self::new(Seconds::histogram)
     }
+}
+
+/// What [`crate::figures`] tells of requests.
+#[derive(Debug, Default)]
+pub struct RecentRequests {
+    /// Requests that ended.
+    pub ended: AtomicU64,
+    /// Those of them that no engine answered well.
+    pub failed: AtomicU64,
+    /// Times to the first byte.
+    pub ttft: TimeBuckets,
+    /// From a request's last byte to its first dispatch, without waiting for admission.
+    pub routing: TimeBuckets,
 }
 
 /// A histogram of seconds.
@@ -254,6 +272,8 @@ pub(super) struct RequestMetricsGuard {
     record: Option<Arc<RequestRecord>>,
     /// Its line in the log.
     access: Option<AccessEntry>,
+    /// Its part of a trace.
+    trace: Option<Arc<RequestTrace>>,
     stage: RequestStage,
     /// Of its connection and its address.
     _turn: Option<ConnectionRequestGuard>,
@@ -290,6 +310,7 @@ impl RequestMetricsGuard {
             ttft: None,
             record: None,
             access: None,
+            trace: None,
             stage: RequestStage::Reading,
             _turn: turn,
             counted: None,
@@ -328,6 +349,11 @@ impl RequestMetricsGuard {
     /// Its end leaves a line there.
     pub(super) fn logs(&mut self, access: Option<AccessEntry>) {
         self.access = access;
+    }
+
+    /// Its end ends that.
+    pub(super) fn traces(&mut self, trace: Option<Arc<RequestTrace>>) {
+        self.trace = trace;
     }
 
     /// Its client is told an error with this code.
@@ -377,10 +403,22 @@ impl RequestMetricsGuard {
         if let Some(read_at) = self.read_at {
             let ttft = read_at.elapsed();
             self.ttft = Some(ttft);
+            if let Some(trace) = &self.trace {
+                trace.first_byte();
+            }
             self.metrics.time_to_first_byte.observe(ttft);
+            self.metrics.recent.ttft.add(ttft);
             if let Some(model) = &self.model {
                 model.ttft.observe(ttft.as_secs_f64());
             }
+        }
+    }
+
+    /// It goes to a backend for the first time, after it has `waited` for admission.
+    pub(super) fn routed(&self, waited: Duration) {
+        if let Some(read_at) = self.read_at {
+            let took = read_at.elapsed().saturating_sub(waited);
+            self.metrics.recent.routing.add(took);
         }
     }
 
@@ -405,6 +443,10 @@ impl Drop for RequestMetricsGuard {
         } = self;
         let duration = started.elapsed();
         metrics.duration.observe(duration);
+        metrics.recent.ended.fetch_add(1, Relaxed);
+        if outcome.is_failure() {
+            metrics.recent.failed.fetch_add(1, Relaxed);
+        }
         if let Some(model) = &self.model {
             model.ends(*outcome, duration);
         }
@@ -413,6 +455,19 @@ impl Drop for RequestMetricsGuard {
             code: *code,
         };
         metrics.requests.get_or_create(&labels).inc();
+        if let Some(trace) = &self.trace {
+            let failure = outcome.is_failure().then(|| {
+                let cause = self.cause.as_deref();
+                cause.unwrap_or_else(|| outcome.label())
+            });
+            trace.end(&EndedTrace {
+                outcome: outcome.label(),
+                status: *code,
+                code: self.failure,
+                failure,
+                is_finished: *outcome == RequestOutcome::Finished,
+            });
+        }
         if let Some(access) = &self.access {
             access.end(&EndedAccess {
                 outcome: self.outcome.label(),

@@ -21,8 +21,10 @@
 
 mod access;
 mod ahead;
+mod answer_body;
 mod attempt;
 mod beginning;
+mod bootstrap;
 mod budget;
 mod clients;
 mod cluster_keys;
@@ -48,16 +50,21 @@ mod model_metrics;
 mod models;
 mod outcome;
 mod pace;
+pub mod picker;
 mod piece;
 mod proxied;
 mod ratelimit;
 mod reading;
+mod recorder;
 mod relay;
 mod request;
+mod request_record;
+mod rooms;
 mod routes;
 mod scan;
 mod server;
 mod settings;
+mod source;
 mod splice;
 mod sse;
 mod stage_metrics;
@@ -67,16 +74,15 @@ mod suspects;
 mod user_models;
 
 use std::borrow::Cow;
-use std::pin::Pin;
+use std::cell::LazyCell;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::task::{Context, Poll};
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE};
-use http::{HeaderValue, Request, Response, Version};
-use http_body::{Body, Frame, SizeHint};
+use http::{HeaderMap, HeaderValue, Request, Response, Version};
+use http_body::Body;
 use hyper::body::Incoming;
 use state::StateView;
 use state::admission::RetryAllowance;
@@ -88,15 +94,17 @@ pub use crate::ip_prefix::{IpPrefix, IpPrefixError};
 pub use access::ACCESS_TARGET;
 pub(crate) use clients::client_of;
 pub use cors::AllowedOrigins;
-pub(crate) use decisions::{DecidedAttempt, RequestEnd};
-pub use decisions::{DecisionLog, RequestRecord};
+pub use decisions::DecisionLog;
 pub use expose::Expose;
 pub use fields::{FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS};
 pub use identify::{RequestOrigin, UserSource};
 pub use keys::{ApiKeys, Holder, KeyEntry, key_user_name};
-pub use metrics::{ProxyMetrics, RequestLabels, RequestOutcome, Seconds};
+pub use metrics::{ProxyMetrics, RecentRequests, RequestLabels, RequestOutcome, Seconds};
 pub use piece::ResponseBodyError;
 pub use reading::{ClientRequest, RequestHead, RequestReader};
+pub(crate) use recorder::{RecordingEnd, RecordingLimits, RecordingState, TakenRequest};
+pub use request_record::RequestRecord;
+pub(crate) use request_record::{DecidedAttempt, RequestEnd};
 pub use routes::{INFERENCE_PATHS, is_plain};
 pub use server::{DrainResult, Server};
 pub use settings::{
@@ -111,20 +119,22 @@ use crate::backends::pool::Pool;
 use crate::error::{ProxyError, rescue};
 use crate::readiness::ReadinessCheck;
 use crate::routing::Router;
+use crate::traces::RequestTrace;
 use access::AccessLog;
+use answer_body::{AnswerBody, AnswerBodyKind};
 use budget::RetryBudget;
 use clients::{ClientTable, ConnectionRequestGuard, UserRequests};
 use dialect::Dialect;
 use forward::{ForwardResult, forward};
 use headers::request_id;
 use metrics::RequestMetricsGuard;
-use pace::{HandedOverBody, hand_over};
-use proxied::ProxiedRequest;
+use pace::hand_over;
+use proxied::{ArrivedRequest, ProxiedRequest, begin_trace, trace_id};
 use relay::{SharedResponseBody, lock};
 use request::HeldBodyBytes;
 use routes::{Route, unslashed};
 use startup::Startup;
-use stored::forward_stored;
+use stored::{CameFrom, forward_stored};
 use suspects::Suspects;
 
 /// Says that an answer is the last of its connection.
@@ -153,18 +163,6 @@ pub struct Proxy {
     suspects: Arc<Suspects>,
     access: Arc<AccessLog>,
     startup: Startup,
-}
-
-/// The body of an answer.
-pub struct AnswerBody(AnswerBodyKind);
-
-enum AnswerBodyKind {
-    /// Made here; `None` once sent.
-    Local(Option<Bytes>),
-    /// An engine's.
-    Relay(SharedResponseBody),
-    /// An engine's, made by another task.
-    Handed(HandedOverBody),
 }
 
 /// What was taken in of a request.
@@ -284,12 +282,20 @@ impl Proxy {
         }
         let mut ledger = RequestMetricsGuard::open(&self.metrics, Some(turn));
         let id = request_id(request.headers());
-        ledger.logs(self.access.begin(&id, request.method(), request.uri()));
-        let span = tracing::debug_span!(
-            "request",
-            request_id = id.to_str().unwrap_or_default(),
-            path = request.uri().path()
-        );
+        let asked = (request.method(), request.uri(), request.headers());
+        let trace = begin_trace(&self.settings, asked, &id);
+        ledger.traces(trace.clone());
+        let span = {
+            let trace_id = LazyCell::new(|| trace_id(trace.as_ref(), request.headers()));
+            let asked = (request.method(), request.uri());
+            ledger.logs(self.access.begin(&id, asked, || *trace_id));
+            tracing::debug_span!(
+                "request",
+                request_id = id.to_str().unwrap_or_default(),
+                trace_id = trace_id.map(tracing::field::display),
+                path = request.uri().path()
+            )
+        };
         let (mut head, body) = request.into_parts();
         if let Some(uri) = unslashed(&head.uri) {
             head.uri = uri;
@@ -308,8 +314,8 @@ impl Proxy {
                 return Ok(ForwardResult::Held(answer));
             }
             let request = (head, body);
-            self.handle((peer, id.clone()), request, &mut ledger, &mut user)
-                .await
+            let from = (peer, id.clone(), trace);
+            self.handle(from, request, &mut ledger, &mut user).await
         };
         let handled = handled.instrument(span).await;
         let mut response = match handled {
@@ -319,14 +325,24 @@ impl Proxy {
                 failed(&failure, dialect, version, ledger)
             }
         };
-        let (expose, headers) = (self.settings.expose, response.headers_mut());
+        self.sign(response.headers_mut(), (dialect, id), (ignored, user));
+        origin.tell(response.headers_mut());
+        response
+    }
+
+    /// Adds to the head of any answer what its client is told beside it.
+    fn sign(
+        &self,
+        headers: &mut HeaderMap,
+        (dialect, id): (Dialect, HeaderValue),
+        (ignored, user): (Option<HeaderValue>, Option<UserKey>),
+    ) {
+        let expose = self.settings.expose;
         expose.origin(headers, dialect, id, &self.replica);
         expose.ignored(headers, ignored);
         if let Some(left) = user.and_then(|user| self.admission.limits_left(user)) {
             ratelimit::tell(headers, &left);
         }
-        origin.tell(headers);
-        response
     }
 
     fn passed_on(
@@ -368,7 +384,7 @@ impl Proxy {
 
     async fn handle(
         self: &Arc<Self>,
-        (peer, request_id): (HeaderValue, HeaderValue),
+        (peer, request_id, trace): (HeaderValue, HeaderValue, Option<Arc<RequestTrace>>),
         (head, mut body): (http::request::Parts, Incoming),
         ledger: &mut RequestMetricsGuard,
         user: &mut Option<UserKey>,
@@ -378,15 +394,22 @@ impl Proxy {
             (limits.held_bytes_max, limits.requests_max)
         };
         let mut held = HeldBodyBytes::none(&self.held_bytes, held_bytes_max);
-        let (holder, mut body_bytes) = match self.take_in(&head, &peer, &mut body, &mut held).await
-        {
+        let (holder, body_bytes) = match self.take_in(&head, &peer, &mut body, &mut held).await {
             Ok(TakenIn::Whole(holder, bytes)) => (holder, bytes),
             Ok(TakenIn::Models(holder, id)) => {
                 return self.models(&holder, id.as_deref()).map(ForwardResult::Held);
             }
             Ok(TakenIn::Stored(holder)) => {
                 ledger.is_read(requests_max)?;
-                return forward_stored(self, &holder, &head, (&peer, &request_id)).await;
+                let trace_id = trace_id(trace.as_ref(), &head.headers);
+                let trace = trace.map(|trace| trace.headers());
+                let from = CameFrom {
+                    peer: &peer,
+                    request_id: &request_id,
+                    trace: trace.as_ref(),
+                    trace_id,
+                };
+                return forward_stored(self, &holder, &head, from).await;
             }
             Err(failure) => {
                 drop(held);
@@ -399,36 +422,69 @@ impl Proxy {
         };
         drop(body);
         ledger.is_read(requests_max)?;
+        let arrived = ArrivedRequest {
+            head,
+            body: body_bytes,
+            holder,
+            request_id,
+            peer,
+            endpoints: None,
+            trace,
+        };
+        let asked = self.understand(arrived, ledger, user).await?;
+        forward(self, &Arc::new(asked), ledger).await
+    }
+
+    /// Reads what has arrived, and opens its books.
+    async fn understand(
+        &self,
+        arrived: ArrivedRequest,
+        ledger: &mut RequestMetricsGuard,
+        user: &mut Option<UserKey>,
+    ) -> Result<ProxiedRequest, ProxyError> {
+        let ArrivedRequest {
+            head,
+            mut body,
+            holder,
+            request_id,
+            peer,
+            endpoints,
+            trace,
+        } = arrived;
         let path = head.uri.path();
         let told = request_head(&head, &peer);
-        let (read, ids) = self.requests.read(&told, &holder, &mut body_bytes).await?;
+        let (read, ids) = self.requests.read(&told, &holder, &mut body).await?;
         // As long as the prompt, and not needed any more.
         drop(ids);
         *user = Some(read.user.key(self.requests.hash_seed()));
         let model = &read.parsed.model;
         let is_served = || models::is_served(&self.view.registry(), model);
         ledger.is_for(self.metrics.models.meter(model, is_served));
+        if let Some(trace) = &trace {
+            trace.asks(&read.traced(path));
+        }
         let record = self.decisions.open(&read, &request_id, path);
         ledger.records(record.clone());
         let counted = self.users.count(read.user.as_str());
         ledger.counts(counted.ok_or(ProxyError::UserAtLimit)?);
-        let asked = ProxiedRequest {
+        Ok(ProxiedRequest {
             head,
-            body: body_bytes,
+            body,
             read,
             request_id,
             peer,
+            endpoints,
             record,
-        };
-        forward(self, &Arc::new(asked), ledger).await
+            trace,
+        })
     }
 
     /// Checks a request's head, and reads the body of one that is routed.
-    async fn take_in<'a>(
+    async fn take_in<'a, B: Body<Data = Bytes> + Unpin>(
         &self,
         head: &'a http::request::Parts,
         peer: &'a HeaderValue,
-        body: &mut Incoming,
+        body: &mut B,
         held: &mut HeldBodyBytes,
     ) -> Result<TakenIn<'a>, ProxyError> {
         let (holder, route) = self.requests.accept(&request_head(head, peer))?;
@@ -538,50 +594,4 @@ fn local(
             Some(body).filter(|body| !body.is_empty()),
         ))
     })
-}
-
-impl AnswerBody {
-    /// The engine's answer that the connection itself writes.
-    fn relay(&self) -> Option<&SharedResponseBody> {
-        match &self.0 {
-            AnswerBodyKind::Relay(relay) => Some(relay),
-            AnswerBodyKind::Local(_) | AnswerBodyKind::Handed(_) => None,
-        }
-    }
-}
-
-impl Body for AnswerBody {
-    type Data = Bytes;
-    type Error = ResponseBodyError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, ResponseBodyError>>> {
-        match &mut self.0 {
-            AnswerBodyKind::Local(body) => {
-                Poll::Ready(body.take().map(|body| Ok(Frame::data(body))))
-            }
-            AnswerBodyKind::Relay(relay) => Pin::new(&mut *lock(relay)).poll_frame(cx),
-            AnswerBodyKind::Handed(handed) => Pin::new(handed).poll_frame(cx),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        match &self.0 {
-            AnswerBodyKind::Local(body) => body.is_none(),
-            AnswerBodyKind::Relay(relay) => lock(relay).is_end_stream(),
-            AnswerBodyKind::Handed(handed) => handed.is_end_stream(),
-        }
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match &self.0 {
-            AnswerBodyKind::Local(body) => {
-                SizeHint::with_exact(body.as_ref().map_or(0, |body| body.len() as u64))
-            }
-            AnswerBodyKind::Relay(relay) => lock(relay).size_hint(),
-            AnswerBodyKind::Handed(handed) => handed.size_hint(),
-        }
-    }
 }

@@ -33,6 +33,14 @@ impl RequestOutcome {
         Self::ClientLeft,
     ];
 
+    /// Whether its client got no whole answer, through no fault of its own.
+    pub(super) fn is_failure(self) -> bool {
+        match self {
+            Self::Failed | Self::EngineError | Self::BrokenOff => true,
+            Self::Finished | Self::Local | Self::Refused | Self::ClientLeft => false,
+        }
+    }
+
     pub(super) fn label(self) -> &'static str {
         match self {
             Self::Finished => "finished",

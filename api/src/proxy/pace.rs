@@ -23,7 +23,6 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 use tokio_util::task::TaskTracker;
 
-use super::AnswerBody;
 use super::piece::ResponseBodyError;
 use super::relay::{ResponseBody, SharedResponseBody, lock};
 
@@ -33,8 +32,8 @@ pub(super) struct CurrentResponse(Arc<Mutex<Weak<Mutex<ResponseBody>>>>);
 
 impl CurrentResponse {
     /// It is this one from here on, if it is one.
-    pub(super) fn is(&self, answer: &AnswerBody) {
-        if let Some(relay) = answer.relay() {
+    pub(super) fn is(&self, answer: Option<&SharedResponseBody>) {
+        if let Some(relay) = answer {
             *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(relay);
         }
     }

@@ -5,14 +5,53 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::HeaderValue;
+use http::{HeaderMap, HeaderValue, Method, Uri};
+use opentelemetry::trace::TraceId;
 use state::ids::Slot;
 
 use super::deadline;
-use super::decisions::RequestRecord;
+use super::keys::Holder;
 use super::reading::ClientRequest;
+use super::request_record::RequestRecord;
+use super::routes::shown_path;
+use super::settings::ProxySettings;
 use crate::admission::AdmissionRequest;
-use crate::routing::RoutingRequest;
+use crate::routing::{OfferedEndpoints, RoutingRequest};
+use crate::traces::{AttemptTrace, RequestTrace, TraceHeaders, told_trace_id};
+
+/// A request with its whole body, before it is understood.
+pub(super) struct ArrivedRequest {
+    pub(super) head: http::request::Parts,
+    pub(super) body: Bytes,
+    /// Whose key it has.
+    pub(super) holder: Holder,
+    pub(super) request_id: HeaderValue,
+    /// The client's address.
+    pub(super) peer: HeaderValue,
+    /// Where the gateway that asks about it can send it; `None`: this replica sends it.
+    pub(super) endpoints: Option<OfferedEndpoints>,
+    /// Its part of a trace; `None`: there is no tracing.
+    pub(super) trace: Option<Arc<RequestTrace>>,
+}
+
+/// The request's part of a trace; `None`: there is no tracing.
+pub(super) fn begin_trace(
+    settings: &ProxySettings,
+    (method, uri, headers): (&Method, &Uri, &HeaderMap),
+    id: &HeaderValue,
+) -> Option<Arc<RequestTrace>> {
+    let tracer = settings.tracer.as_ref()?;
+    let id = id.to_str().unwrap_or_default();
+    Some(tracer.begin(headers, (method, shown_path(uri.path())), id))
+}
+
+/// The trace that a request is part of: of its own, else of its client.
+pub(super) fn trace_id(trace: Option<&Arc<RequestTrace>>, headers: &HeaderMap) -> Option<TraceId> {
+    match trace {
+        Some(trace) => Some(trace.trace_id()),
+        None => told_trace_id(headers),
+    }
+}
 
 /// A request whose body is read and whose user is known.
 pub(super) struct ProxiedRequest {
@@ -22,8 +61,32 @@ pub(super) struct ProxiedRequest {
     pub(super) request_id: HeaderValue,
     /// The client's address.
     pub(super) peer: HeaderValue,
+    /// Where the gateway that asks about it can send it; `None`: this replica sends it.
+    pub(super) endpoints: Option<OfferedEndpoints>,
     /// Where its decisions are noted.
     pub(super) record: Option<Arc<RequestRecord>>,
+    /// Its part of a trace; `None`: there is no tracing.
+    pub(super) trace: Option<Arc<RequestTrace>>,
+}
+
+impl ProxiedRequest {
+    /// What an engine is told of the trace at an attempt.
+    pub(super) fn trace_headers(&self, attempt: Option<&mut AttemptTrace>) -> Option<TraceHeaders> {
+        match attempt {
+            Some(attempt) => Some(attempt.headers()),
+            None => self.trace.as_ref().map(|trace| trace.headers()),
+        }
+    }
+
+    /// The trace that it is part of, be it one of which nothing is told here.
+    pub(super) fn trace_id(&self) -> Option<TraceId> {
+        trace_id(self.trace.as_ref(), &self.head.headers)
+    }
+
+    /// The span of an attempt at this backend.
+    pub(super) fn attempts(&self, backend: &str, stage: &'static str) -> Option<AttemptTrace> {
+        self.trace.as_ref()?.attempts(backend, stage)
+    }
 }
 
 impl Deref for ProxiedRequest {
@@ -37,7 +100,10 @@ impl Deref for ProxiedRequest {
 impl AdmissionRequest for ProxiedRequest {
     fn ask<'a>(&'a self, excluded: &'a [Slot]) -> RoutingRequest<'a> {
         let request_id = self.request_id.to_str().unwrap_or_default();
-        self.read.ask(&self.head.headers, request_id, excluded)
+        RoutingRequest {
+            endpoints: self.endpoints.as_ref(),
+            ..self.read.ask(&self.head.headers, request_id, excluded)
+        }
     }
 
     fn priority(&self) -> i16 {
@@ -48,8 +114,13 @@ impl AdmissionRequest for ProxiedRequest {
         self.parsed.max_tokens
     }
 
+    fn is_traced(&self) -> bool {
+        self.trace.as_ref().is_some_and(|trace| trace.is_sampled())
+    }
+
     fn is_selective(&self) -> bool {
-        !self.preferences.labels.is_empty() || self.identity.isolation.is_salted()
+        let is_limited = matches!(self.endpoints, Some(OfferedEndpoints::Those(_)));
+        is_limited || !self.preferences.labels.is_empty() || self.identity.isolation.is_salted()
     }
 
     fn wait_max(&self, service: Duration) -> Option<Duration> {

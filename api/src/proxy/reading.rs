@@ -13,6 +13,7 @@ use http::{HeaderMap, HeaderValue, Method, Version};
 use state::StateView;
 use state::ids::Slot;
 
+use super::bootstrap::Rooms;
 use super::cluster_keys::ClusterKeys;
 use super::deadline;
 use super::encoding::BodyEncoding;
@@ -29,7 +30,10 @@ use crate::isolation::{CacheIsolation, SaltedPath, salt};
 use crate::prompt::{
     ParsedBody, ParsedRequest, PromptIdentity, PromptReader, ReadError, ReadRequest, read_form,
 };
-use crate::routing::{Decider, Router, RoutingPreferences, RoutingRequest, UserName};
+use crate::routing::{
+    Decider, RequestStages, Router, RoutingPreferences, RoutingRequest, UserName,
+};
+use crate::traces::TracedQuestion;
 
 /// Reads requests as the data plane does. One per replica.
 pub struct RequestReader {
@@ -72,8 +76,8 @@ pub struct ClientRequest {
     pub priority: i16,
     /// How long its client waits, as it tells.
     pub deadline: Option<Duration>,
-    /// Whether one backend may compute its prompt and another answer it.
-    pub is_separable: bool,
+    /// Which of its stages can be at two backends.
+    pub stages: RequestStages,
     _made_by: ReaderOnly,
 }
 
@@ -82,6 +86,18 @@ pub struct ClientRequest {
 struct ReaderOnly;
 
 impl ClientRequest {
+    /// What its span tells of it.
+    pub(super) fn traced<'a>(&'a self, path: &'a str) -> TracedQuestion<'a> {
+        TracedQuestion {
+            path,
+            model: &self.parsed.model,
+            tokens_max: self.parsed.max_tokens,
+            choices: self.parsed.choices,
+            is_stream: self.parsed.stream,
+            tokens: self.identity.tokens,
+        }
+    }
+
     /// The request as routing sees it.
     pub fn ask<'a>(
         &'a self,
@@ -99,19 +115,42 @@ impl ClientRequest {
             labels: &self.preferences.labels,
             excluded,
             waiting_here: 0,
-            is_separable: self.is_separable,
+            endpoints: None,
+            stages: self.stages,
         }
     }
 }
 
-/// Whether the stages of a request can be apart: engines hand over the cache of one prompt with one
-/// answer, which they look up in the prefix cache.
-fn is_separable(path: &str, parsed: &ParsedBody) -> bool {
-    matches!(path, "/v1/chat/completions" | "/v1/completions")
-        && parsed.choices == 1
-        && parsed.batch.prompts == 0
-        && !parsed.skips_cache
-        && parsed.insert_at > 0
+/// Which stages of a request can be apart: engines hand over the cache of one prompt with one
+/// answer, which they look up in the prefix cache; where they meet in rooms, of each prompt and
+/// answer in a room of its own.
+fn stages(path: &str, parsed: &ParsedBody) -> RequestStages {
+    let is_completion = matches!(path, "/v1/chat/completions" | "/v1/completions");
+    if is_told(path) {
+        RequestStages::Nothing
+    } else if !is_completion || parsed.insert_at == 0 {
+        RequestStages::Whole
+    } else if parsed.choices == 1 && parsed.batch.prompts == 0 && !parsed.skips_cache {
+        RequestStages::Apart
+    } else if Rooms::count(path, parsed).is_some() {
+        RequestStages::ApartByRoom
+    } else {
+        RequestStages::Whole
+    }
+}
+
+/// Whether an engine computes nothing for what is asked here.
+fn is_told(path: &str) -> bool {
+    matches!(
+        path,
+        "/tokenize"
+            | "/detokenize"
+            | "/v1/tokenize"
+            | "/v1/detokenize"
+            | "/v1/messages/count_tokens"
+            | "/v1/chat/completions/render"
+            | "/v1/completions/render"
+    )
 }
 
 impl RequestReader {
@@ -130,6 +169,11 @@ impl RequestReader {
     /// What the keys of users are made under.
     pub(crate) fn hash_seed(&self) -> u64 {
         self.view.registry().hash_seed
+    }
+
+    /// Chooses backends.
+    pub(super) fn decider(&self) -> &Arc<Decider> {
+        &self.decider
     }
 
     /// Reads bodies.
@@ -191,7 +235,7 @@ impl RequestReader {
         let request = ClientRequest {
             preferences: self.decider.preferences(headers)?,
             deadline: deadline::told(headers),
-            is_separable: is_separable(head.path, &parsed),
+            stages: stages(head.path, &parsed),
             priority,
             user: name,
             user_source: source,

@@ -21,9 +21,9 @@ use super::durable::WithheldEnd;
 use super::inspect::AnswerDelta;
 use super::metrics::{RequestMetricsGuard, RequestOutcome};
 use super::piece::{AnswerPiece, ResponseBodyError};
+use super::source::AnswerSource;
 use super::sse::SseStream;
 use super::suspects::WatchedRequest;
-use crate::backends::pool::EngineBody;
 use crate::error::ProxyError;
 use crate::routing::{Attempt, AttemptEnd, ChargeCommit};
 
@@ -105,7 +105,7 @@ pub(super) fn lock(relay: &SharedResponseBody) -> MutexGuard<'_, ResponseBody> {
 
 /// The body of a forwarded answer.
 pub(super) struct ResponseBody {
-    engine: EngineBody,
+    engine: AnswerSource,
     content: BodyKind,
     accounting: RequestAccounting,
     source: RespondingBackend,
@@ -203,7 +203,7 @@ impl RequestAccounting {
 impl ResponseBody {
     /// `attempt` is `None` for an engine's error, which has ended it.
     pub(super) fn new(
-        engine: EngineBody,
+        engine: AnswerSource,
         content: BodyKind,
         attempt: Option<Attempt>,
         source: RespondingBackend,

@@ -75,9 +75,9 @@ const CROWDED_PART: u32 = 10;
 
 impl BodyReader<'_> {
     /// Reads the body to its end, within the limits.
-    pub(super) async fn read(
+    pub(super) async fn read<B: Body<Data = Bytes> + Unpin>(
         &self,
-        body: &mut Incoming,
+        body: &mut B,
         held: &mut HeldBodyBytes,
     ) -> Result<Bytes, ProxyError> {
         let encoding = BodyEncoding::of(self.headers)?;
@@ -118,9 +118,9 @@ impl BodyReader<'_> {
     }
 
     /// Decodes the body while it is read.
-    async fn read_gzip(
+    async fn read_gzip<B: Body<Data = Bytes> + Unpin>(
         &self,
-        body: &mut Incoming,
+        body: &mut B,
         held: &mut HeldBodyBytes,
         began: Instant,
     ) -> Result<Bytes, ProxyError> {
@@ -141,9 +141,9 @@ impl BodyReader<'_> {
     }
 
     /// The next piece; `None` at the end.
-    async fn piece(
+    async fn piece<B: Body<Data = Bytes> + Unpin>(
         &self,
-        body: &mut Incoming,
+        body: &mut B,
         began: Instant,
     ) -> Result<Option<Bytes>, ProxyError> {
         let waits_since = Instant::now();

@@ -463,7 +463,7 @@ fn service(
         let (asked, stop) = (Arc::clone(&asked), stop.clone());
         async move {
             let mut response = answer.await;
-            asked.written.is(response.body());
+            asked.written.is(response.body().relay());
             if can_close && stop.is_leaving() {
                 response.headers_mut().insert(CONNECTION, CLOSE);
             }

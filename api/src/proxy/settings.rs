@@ -19,6 +19,7 @@ use crate::api_keys::KeyRules;
 use crate::backends::pool::PoolSettings;
 use crate::ip_prefix::IpPrefix;
 use crate::isolation::WhenUnsalted;
+use crate::traces::Tracer;
 
 /// Requests whose decisions are kept, unless the config says otherwise.
 pub const DECISIONS_MAX: usize = 10_000;
@@ -73,6 +74,8 @@ pub struct ProxySettings {
     pub cors: AllowedOrigins,
     /// Which requests leave a line in the log.
     pub logged_requests: LoggedRequests,
+    /// Makes their traces; `None`: they have none.
+    pub tracer: Option<Tracer>,
     /// Connections to the engines.
     pub pool: PoolSettings,
 }
@@ -239,6 +242,7 @@ impl ProxySettings {
             decisions_max: DECISIONS_MAX,
             cors: AllowedOrigins::default(),
             logged_requests: LoggedRequests::default(),
+            tracer: None,
             pool: PoolSettings::default(),
         }
     }

@@ -96,7 +96,8 @@ impl Startup {
         Some(response)
     }
 
-    fn is_fit(&self) -> bool {
+    /// Whether this replica should get traffic.
+    pub(super) fn is_fit(&self) -> bool {
         let Some(readiness) = &self.readiness else {
             return true;
         };

@@ -15,6 +15,7 @@ use std::time::Duration;
 use http::request::Parts;
 use http::{HeaderValue, Method, Request, Response, StatusCode, Uri};
 use http_body_util::{BodyExt, Collected, Limited};
+use opentelemetry::trace::TraceId;
 use serde::Deserialize;
 use state::ids::BackendRef;
 use tokio::time::{Instant, timeout};
@@ -26,9 +27,11 @@ use super::forward::{ForwardResult, clean_head, content, timeouts};
 use super::headers::{Hop, toward_engine};
 use super::keys::Holder;
 use super::relay::{RespondingBackend, ResponseBody};
+use super::source::AnswerSource;
 use super::sse::WantedUsage;
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
+use crate::traces::TraceHeaders;
 
 /// How long one engine is waited for. It looks into a table.
 const ENGINE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -43,12 +46,24 @@ struct Keeper {
     url: String,
 }
 
+/// How a request came.
+#[derive(Clone, Copy)]
+pub(super) struct CameFrom<'a> {
+    /// The client's address.
+    pub(super) peer: &'a HeaderValue,
+    pub(super) request_id: &'a HeaderValue,
+    /// What engines are told of its trace; `None`: what its client said.
+    pub(super) trace: Option<&'a TraceHeaders>,
+    /// The trace that it is part of.
+    pub(super) trace_id: Option<TraceId>,
+}
+
 /// Answers a request for a stored response.
 pub(super) async fn forward_stored(
     proxy: &Arc<Proxy>,
     holder: &Holder,
     head: &Parts,
-    from: (&HeaderValue, &HeaderValue),
+    from: CameFrom<'_>,
 ) -> Result<ForwardResult, ProxyError> {
     let mut was_silent = false;
     for keeper in keepers(proxy) {
@@ -75,7 +90,9 @@ pub(super) async fn forward_stored(
             Ok(Err(SendError::Gone)) => {}
             Ok(Err(error)) => {
                 let backend = &*keeper.id;
-                tracing::debug!(backend, %error, "could not ask for a stored response");
+                let request_id = from.request_id.to_str().unwrap_or_default();
+                let trace_id = from.trace_id.map(tracing::field::display);
+                tracing::debug!(request_id, trace_id, backend, %error, "could not ask for a stored response");
                 was_silent = true;
             }
             Err(_) => was_silent = true,
@@ -118,16 +135,17 @@ async fn ask(
     proxy: &Proxy,
     keeper: &Keeper,
     head: &Parts,
-    (peer, request_id): (&HeaderValue, &HeaderValue),
+    from: CameFrom<'_>,
 ) -> Result<Response<EngineBody>, SendError> {
     let endpoint = proxy.pool.endpoint(keeper.handle, &keeper.url)?;
     let keys = proxy.backends.keys();
     let engine_key = keys.of_requests(&keeper.id, &keeper.url);
     let hop = Hop {
         rank: None,
-        peer,
+        trace: from.trace,
+        peer: from.peer,
         version: head.version,
-        request_id,
+        request_id: from.request_id,
         forward_credentials: proxy.settings.api_keys.is_none(),
         engine_key: engine_key.as_ref(),
         strip: &proxy.settings.strip_headers,
@@ -179,6 +197,6 @@ fn relay(proxy: &Arc<Proxy>, keeper: &Keeper, response: Response<EngineBody>) ->
     };
     let first_byte_by = Instant::now() + proxy.settings.timeouts.first_byte;
     let waits = timeouts(proxy, first_byte_by);
-    let relay = ResponseBody::new(body, content, None, source, waits);
+    let relay = ResponseBody::new(AnswerSource::Engine(body), content, None, source, waits);
     ForwardResult::Relayed(Response::from_parts(head, Arc::new(Mutex::new(relay))))
 }

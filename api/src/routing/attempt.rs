@@ -39,6 +39,7 @@ use super::reply::ReplyChain;
 use super::samples::AttemptTimer;
 use super::{AttemptEnd, Decision, PlacedRequest, RoutingRequest, Usage};
 use crate::backends::{AnswerForm, HalfOpenProbe};
+use crate::traces::AttemptTrace;
 
 /// Output tokens reported but not charged at most, while the answer streams.
 const OUTPUT_STEP_TOKENS: u64 = 32;
@@ -62,6 +63,8 @@ pub(super) struct OpenAttempt {
     trial: Option<Arc<HalfOpenProbe>>,
     /// Where what comes of it is noted.
     record: Option<Arc<DecisionRecord>>,
+    /// Its span; `None`: it is not traced.
+    trace: Option<AttemptTrace>,
     /// When the answer's body began.
     began: Option<Instant>,
     /// What of the output does not show as it is made.
@@ -183,6 +186,7 @@ impl Dispatcher {
             stopwatch,
             trial: decision.trial,
             record: decision.record,
+            trace: None,
             began: None,
             hidden: None,
             is_touching,
@@ -236,12 +240,28 @@ impl Attempt {
         self.user
     }
 
+    /// Tells its span what comes of it.
+    pub(crate) fn traces(&mut self, trace: Option<AttemptTrace>) {
+        if let Some(open) = &mut self.open {
+            open.trace = trace;
+        }
+    }
+
+    /// Its span; `None`: it is not traced, or over.
+    pub(crate) fn trace(&mut self) -> Option<&mut AttemptTrace> {
+        self.open.as_mut()?.trace.as_mut()
+    }
+
     /// The answer's first byte (of the body) came: its prefill is done.
     pub fn first_byte(&mut self, now: Instant) {
         if let Some(open) = &mut self.open {
             open.underway.first_byte();
             open.end_prefill();
-            open.began.get_or_insert(now);
+            if open.began.replace(open.began.unwrap_or(now)).is_none()
+                && let Some(trace) = &mut open.trace
+            {
+                trace.first_byte(now);
+            }
             self.dispatcher
                 .backends
                 .report_answer(open.backend, self.user, now);
@@ -405,6 +425,7 @@ impl Attempt {
         }
         open.report(&self.dispatcher, end, now);
         open.note_end(end, now);
+        open.end_trace(end, now);
     }
 }
 
@@ -512,7 +533,9 @@ impl OpenAttempt {
     /// Output that was made and did not show, by the time it took. Where an engine failed it may
     /// have stood still all the while: no more is charged than such answers usually have.
     fn hidden_output(&self, dispatcher: &Dispatcher, end: AttemptEnd, now: Instant) -> u64 {
-        let Some(hidden) = self.hidden else { return 0 };
+        let Some(hidden) = self.hidden.filter(|_| !self.waits_for_prompt()) else {
+            return 0;
+        };
         let made_by = self.began.filter(|_| hidden.is_whole_at_once);
         let elapsed = self.at_work(made_by.unwrap_or(now));
         let running = dispatcher.load.cluster(self.backend, now).running;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use state::ids::{BackendRef, BlockHash, LogIndex};
-use state::policy::{self, Choice, MatchBy, Needs, PolicyConfig, PolicyRequest};
+use state::policy::{Choice, MatchBy, Needs, PolicyConfig, PolicyRequest, UserTokens};
 use state::{Registry, StateView};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
@@ -20,7 +20,7 @@ use super::metrics::RoutingMetrics;
 use super::outbox::Overlay;
 use super::pairing::{PairRules, SettledDecision, WholeDecision};
 use super::panic::Panics;
-use super::record::{DecisionBasis, DecisionRecord};
+use super::record::DecisionRecord;
 use super::select::SelectSettings;
 use super::verdict::FilterVerdict;
 use super::{
@@ -81,6 +81,17 @@ impl Decider {
         ask: &RoutingRequest<'_>,
         now: Instant,
     ) -> Result<Decision, RoutingRejection> {
+        self.decide_uncounted(ask, now, |policy, refusal| {
+            self.metrics.decided(policy, refusal);
+        })
+    }
+
+    fn decide_uncounted(
+        &self,
+        ask: &RoutingRequest<'_>,
+        now: Instant,
+        count: impl Fn(&'static str, Option<RoutingRejection>),
+    ) -> Result<Decision, RoutingRejection> {
         let fleet = self.fleet.table();
         let index = self.view.applied();
         let (config, policy_source) = policy_of(&fleet, ask);
@@ -99,8 +110,7 @@ impl Decider {
             now,
         };
         let chosen = SCRATCH.with_borrow_mut(|scratch| self.choose(&asked, turn, scratch));
-        self.metrics
-            .decided(config.name(), chosen.as_ref().err().copied());
+        count(config.name(), chosen.as_ref().err().copied());
         let Chosen {
             choice,
             at,
@@ -119,7 +129,9 @@ impl Decider {
             BreakerState::Closed => None,
             BreakerState::HalfOpen(trial) => Some(Arc::new(trial)),
             // Another request has become the trial meanwhile: it goes there alone.
-            BreakerState::Open if are_circuits_kept => return self.decide(ask, now),
+            BreakerState::Open if are_circuits_kept => {
+                return self.decide_uncounted(ask, now, count);
+            }
             BreakerState::Open => None,
         };
         Ok(Decision {
@@ -135,6 +147,14 @@ impl Decider {
             index,
             record,
         })
+    }
+
+    /// What would be chosen where a gateway cannot reach what was: it is not counted, and tries no
+    /// half-open circuit.
+    #[must_use]
+    pub fn alternative(&self, ask: &RoutingRequest<'_>, now: Instant) -> Option<Decision> {
+        let decided = self.decide_uncounted(ask, now, |_, _| {}).ok()?;
+        decided.trial.is_none().then_some(decided)
     }
 
     /// Filters, matches, weighs and chooses.
@@ -168,18 +188,14 @@ impl Decider {
         self.match_blocks(fleet, ask, needs.match_by, scratch);
         self.supplement(fleet, &needs, scratch);
         let request = self.request(fleet, ask, &needs, turn);
-        let choice = policy::choose(config, &request, &scratch.candidates);
-        let basis = DecisionBasis {
+        let whole = WholeDecision {
+            fleet,
+            ask,
             index: asked.index,
             policy: config,
             policy_source: asked.policy_source,
             request,
-            choice: choice.ok_or(RoutingRejection::NoneHealthy)?,
-        };
-        let whole = WholeDecision {
-            fleet,
-            ask,
-            basis,
+            choice: self.choose_whole((fleet, ask), (config, &request), scratch),
             now,
         };
         let settled = self.settle(&whole, scratch, |at| {
@@ -188,7 +204,7 @@ impl Decider {
             }
         });
         scratch.verdicts = verdicts;
-        let SettledDecision { basis, prefill } = settled;
+        let SettledDecision { basis, prefill } = settled?;
         let computing = prefill.as_ref().ok();
         let entered = computing.and_then(|computing| self.enter_prefill(&whole, computing));
         let kept = || Arc::new(DecisionRecord::of(fleet, &basis, prefill, scratch));
@@ -229,7 +245,7 @@ impl Decider {
 
     /// Matches the prompt against what the log says, then goes on with what this replica has
     /// routed and the log does not say yet.
-    fn match_blocks(
+    pub(super) fn match_blocks(
         &self,
         fleet: &RoutingTable,
         ask: &RoutingRequest<'_>,
@@ -241,12 +257,7 @@ impl Decider {
     }
 
     /// Matches the prompt against what the log says.
-    pub(super) fn match_applied(
-        &self,
-        chain: &[BlockHash],
-        match_by: MatchBy,
-        scratch: &mut DecisionScratch,
-    ) {
+    fn match_applied(&self, chain: &[BlockHash], match_by: MatchBy, scratch: &mut DecisionScratch) {
         let blocks = &self.view.blocks;
         if match_by == MatchBy::Position {
             for candidate in &mut scratch.candidates {
@@ -268,7 +279,7 @@ impl Decider {
 
     /// Goes on with what this replica has routed and the log does not say yet, and leaves out what
     /// requests under way evict.
-    pub(super) fn match_overlay(
+    fn match_overlay(
         &self,
         fleet: &RoutingTable,
         chain: &[BlockHash],
@@ -351,7 +362,7 @@ impl Decider {
                 let key = ask.user.key(fleet.registry.hash_seed);
                 self.view.user_tokens(key)
             } else {
-                policy::UserTokens::default()
+                UserTokens::default()
             },
         }
     }

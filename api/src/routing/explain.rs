@@ -2,10 +2,11 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::Backend;
 use state::command::EngineFacts;
-use state::ids::{BackendRef, LogIndex};
+use state::ids::{BackendRef, BlockHash, LogIndex};
 use state::policy::{self, Candidate, PolicyConfig, Prices, Reason, Score, WholeReason};
 use state::service::BackendServiceView;
 use tokio::time::Instant;
@@ -13,7 +14,7 @@ use tokio::time::Instant;
 use super::decide::Decider;
 use super::fleet::{DecisionScratch, PolicySource, matchable, policy_of};
 use super::pairing::WholeDecision;
-use super::record::{DecisionBasis, ExplainedRequest, PrefillView};
+use super::record::{ExplainedRequest, PrefillView};
 use super::verdict::FilterVerdict;
 use super::{Load, OutboxStatus, RoutingRejection, RoutingRequest};
 use crate::backends::CircuitView;
@@ -22,7 +23,7 @@ use crate::backends::CircuitView;
 const SHOWN_BLOCKS_MAX: usize = 64;
 
 /// A decision as it would be made now, with everything that goes into it.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct Explanation {
     /// Applied index it was made at.
     pub index: LogIndex,
@@ -69,7 +70,7 @@ pub struct Explanation {
 }
 
 /// One backend's part in a decision.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct ExplainedBackend {
     /// Its id.
     pub id: String,
@@ -79,9 +80,10 @@ pub struct ExplainedBackend {
     pub facts: EngineFacts,
     /// Whether it may take the request.
     pub verdict: FilterVerdict,
-    /// Leading blocks it holds by the log; candidates only.
+    /// Leading blocks it holds by the log, whether or not it may take the request.
     pub matched_applied: u32,
-    /// The same with this replica's overlay: what the policy counts.
+    /// The same with this replica's overlay, less what requests under way evict: what the policy
+    /// counts.
     pub matched: u32,
     /// Under way from here.
     pub here: Load,
@@ -151,38 +153,32 @@ impl Decider {
         }
         let (config, policy_source) = policy_of(&fleet, ask);
         let needs = config.needs();
-        self.match_applied(matchable(ask), needs.match_by, &mut scratch);
-        for (candidate, &at) in scratch.candidates.iter().zip(&scratch.places) {
-            backends[at].matched_applied = candidate.matched;
-        }
-        self.match_overlay(&fleet, matchable(ask), &mut scratch);
+        self.show_matches(matchable(ask), &mut backends);
+        self.match_blocks(&fleet, ask, needs.match_by, &mut scratch);
         self.supplement(&fleet, &needs, &mut scratch);
         let mut request = self.request(&fleet, ask, &needs, self.turn.load(Relaxed));
-        let choice = policy::choose(config, &request, &scratch.candidates);
-        let settled = choice.map(|choice| {
-            let basis = DecisionBasis {
-                index,
-                policy: config,
-                policy_source,
-                request,
-                choice,
-            };
-            let whole = WholeDecision {
-                fleet: &fleet,
-                ask,
-                basis,
-                now,
-            };
+        let whole = WholeDecision {
+            fleet: &fleet,
+            ask,
+            index,
+            policy: config,
+            policy_source,
+            request,
+            choice: self.choose_whole((&fleet, ask), (config, &request), &scratch),
+            now,
+        };
+        let settled = admitted.and_then(|()| {
             let out = |at: usize| backends[at].verdict = FilterVerdict::OtherRole;
             self.settle(&whole, &mut scratch, out)
         });
-        let choice = settled.as_ref().map(|settled| {
+        let choice = settled.as_ref().ok().map(|settled| {
             request = settled.basis.request;
             settled.basis.choice
         });
         let scores = policy::scores(config, &request, &scratch.candidates);
         let competing = scratch.candidates.iter().zip(&scores).zip(&scratch.places);
         competing.for_each(|((candidate, score), at)| backends[*at].competes(candidate, score));
+        let refusal = settled.as_ref().err().copied();
         let stages = settled.map(|settled| settled.view(|it| self.fleet.name_of(it)));
         let (prefill, whole) = stages.unwrap_or_default();
         let shown = ask.identity.chain.iter().take(SHOWN_BLOCKS_MAX);
@@ -206,8 +202,20 @@ impl Decider {
             reason: choice.map(|choice| choice.reason),
             whole,
             prefill,
-            refusal: admitted.err(),
+            refusal,
         }
+    }
+
+    /// Shows what every backend holds of `chain`, also those that filters take out.
+    fn show_matches(&self, chain: &[BlockHash], backends: &mut [ExplainedBackend]) {
+        self.view.blocks.match_prefix(chain, |slot, matched| {
+            let at = backends.partition_point(|it| it.backend.slot < slot);
+            if let Some(shown) = backends.get_mut(at).filter(|it| it.backend.slot == slot) {
+                (shown.matched_applied, shown.matched) = (matched, matched);
+            }
+        });
+        let matches = backends.iter_mut().map(|it| (it.backend, &mut it.matched));
+        self.overlay.extend(chain, matches);
     }
 
     /// A backend before anything is known of its part in the decision.

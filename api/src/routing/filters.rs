@@ -10,7 +10,7 @@ use state::Backend;
 use state::command::BackendRole;
 use state::ids::BackendRef;
 use state::outputs::batch::fits;
-use state::policy::Candidate;
+use state::policy::{Candidate, Handover};
 use tokio::time::Instant;
 
 use super::adapters::{AdapterCandidate, preferred};
@@ -35,13 +35,21 @@ enum Ejection {
     None,
 }
 
+/// Whether no backend that the request could go to was found so far, healthy or not.
+fn is_unserved(refusal: RoutingRejection) -> bool {
+    matches!(
+        refusal,
+        RoutingRejection::UnknownModel | RoutingRejection::NoneOffered
+    )
+}
+
 /// What backends are looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     /// Those that answer.
     Answers,
-    /// Those that compute prompts for others.
-    Prefill,
+    /// Those that compute prompts for others, and hand them over in this way. `None`: in any.
+    Prefill(Option<Handover>),
 }
 
 /// A request on its way through the filters.
@@ -92,7 +100,8 @@ impl Decider {
     }
 
     /// Fills `scratch` with the backends that may compute the request's prompt, with their load.
-    /// Probes and circuits are believed: there is a way without these backends.
+    /// Probes and circuits are believed where there is a way without these backends; with `needed`
+    /// there is none, and only those count that hand over in this way.
     ///
     /// # Errors
     /// [`RoutingRejection`].
@@ -101,14 +110,36 @@ impl Decider {
         fleet: &RoutingTable,
         ask: &RoutingRequest<'_>,
         now: Instant,
+        needed: Option<Handover>,
         scratch: &mut DecisionScratch,
     ) -> Result<(), RoutingRejection> {
         let mut pass = self.filter(fleet, ask, now, scratch, |_, _| {});
-        pass.side = Side::Prefill;
+        pass.side = Side::Prefill(needed);
+        if needed.is_some() {
+            pass.admit()?;
+            return pass.keep_below_limit();
+        }
         pass.doubt(Doubt::Nobody);
         pass.sift(Ejection::All)?;
         self.weigh(fleet, now, pass.scratch);
         pass.keep_below_limit()
+    }
+
+    /// Fills `scratch` with the backends that those which meet in rooms cannot do without, with those
+    /// that have as many requests as they may.
+    ///
+    /// # Errors
+    /// [`RoutingRejection`].
+    pub(super) fn admit_prefill_beyond_limit(
+        &self,
+        fleet: &RoutingTable,
+        ask: &RoutingRequest<'_>,
+        now: Instant,
+        scratch: &mut DecisionScratch,
+    ) -> Result<(), RoutingRejection> {
+        let mut pass = self.filter(fleet, ask, now, scratch, |_, _| {});
+        pass.side = Side::Prefill(Some(Handover::Room));
+        pass.admit()
     }
 
     fn filter<'a, S: FnMut(usize, FilterVerdict)>(
@@ -180,6 +211,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             return Err(refusal);
         }
         self.keep_answering();
+        self.keep_able()?;
         self.keep_loaded();
         self.keep_labelled()?;
         self.keep_isolating()?;
@@ -207,13 +239,14 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         let mut refusal = RoutingRejection::UnknownModel;
         for (at, backend) in self.fleet.registry.backends.iter().enumerate() {
             let glance = self.decider.backends.glance(backend.handle.slot);
-            let verdict = self.verdict(backend, glance, ejected);
+            let verdict = self.verdict((at, backend), glance, ejected);
             (self.seen)(at, verdict);
             self.scratch.tally.add(verdict);
             match (verdict, glance) {
                 (FilterVerdict::Candidate, Some(glance)) => {
                     self.scratch.places.push(at);
                     self.scratch.has_adapters |= glance.has_adapters;
+                    self.scratch.has_rooms |= self.decider.needs_another(backend, self.ask);
                     self.scratch.candidates.push(Candidate {
                         slot: backend.handle.slot,
                         waiting: glance.waiting,
@@ -222,18 +255,19 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
                         ..Candidate::default()
                     });
                 }
-                (FilterVerdict::OtherModel, _) => {}
+                (FilterVerdict::NotOffered, _) if refusal == RoutingRejection::UnknownModel => {
+                    refusal = RoutingRejection::NoneOffered;
+                }
+                (FilterVerdict::OtherModel | FilterVerdict::NotOffered, _) => {}
                 (FilterVerdict::Tried, _) => refusal = RoutingRejection::AllTried,
                 (FilterVerdict::CircuitOpen, _) if ejected == Ejection::All => {
                     let opened_at = self.decider.backends.opened_at(backend.handle);
                     self.scratch.open.push((opened_at, backend.handle.slot));
-                    if refusal == RoutingRejection::UnknownModel {
+                    if is_unserved(refusal) {
                         refusal = RoutingRejection::NoneHealthy;
                     }
                 }
-                _ if refusal == RoutingRejection::UnknownModel => {
-                    refusal = RoutingRejection::NoneHealthy;
-                }
+                _ if is_unserved(refusal) => refusal = RoutingRejection::NoneHealthy,
                 _ => {}
             }
         }
@@ -243,7 +277,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
 
     fn verdict(
         &self,
-        backend: &Backend,
+        (at, backend): (usize, &Backend),
         glance: Option<Glance>,
         ejected: Ejection,
     ) -> FilterVerdict {
@@ -263,6 +297,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         };
         if !backend.serves(self.ask.model) {
             FilterVerdict::OtherModel
+        } else if !self.is_offered(at) {
+            FilterVerdict::NotOffered
         } else if self.ask.excluded.contains(&backend.handle.slot) {
             FilterVerdict::Tried
         } else if !glance.is_some_and(is_up) {
@@ -271,17 +307,50 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             FilterVerdict::Draining
         } else if is_open(backend.handle) {
             FilterVerdict::CircuitOpen
-        } else if self.side == Side::Prefill && backend.spec.role != BackendRole::Prefill {
+        } else if !self.is_of_side(backend) {
             FilterVerdict::OtherRole
         } else {
             FilterVerdict::Candidate
         }
     }
 
+    /// Whether whoever asks can send the request to the backend at a place of the registry.
+    fn is_offered(&self, at: usize) -> bool {
+        let offered = self.ask.endpoints;
+        offered.is_none_or(|offered| offered.has(self.fleet.endpoint(at)))
+    }
+
+    /// Whether it can have a part in the request on the side that is looked at.
+    fn is_of_side(&self, backend: &Backend) -> bool {
+        let is_prefill = backend.spec.role == BackendRole::Prefill;
+        let decider = self.decider;
+        match self.side {
+            Side::Answers => !is_prefill || !decider.needs_another(backend, self.ask),
+            Side::Prefill(None) => is_prefill,
+            Side::Prefill(Some(by)) => is_prefill && decider.handover(backend) == by,
+        }
+    }
+
+    /// Engines that do nothing alone are out where the request cannot be taken apart.
+    fn keep_able(&mut self) -> Result<(), RoutingRejection> {
+        let is_apart = self.ask.stages.are_handed_over(Handover::Room);
+        if self.side != Side::Answers || !self.scratch.has_rooms || is_apart {
+            return Ok(());
+        }
+        let (decider, ask) = (self.decider, self.ask);
+        self.retain(FilterVerdict::OtherRole, |_, backend| {
+            !decider.needs_another(backend, ask)
+        });
+        if self.scratch.candidates.is_empty() {
+            return Err(RoutingRejection::NotSeparable);
+        }
+        Ok(())
+    }
+
     /// Where others can answer, those that compute prompts for them are out. Alone they answer too:
     /// an engine that only prefills by what it is for can still do all.
     fn keep_answering(&mut self) {
-        if self.side == Side::Prefill || !self.fleet.has_prefill() {
+        if self.side != Side::Answers || !self.fleet.has_prefill() {
             return;
         }
         let answers = |at: &usize| self.fleet.role(*at) != BackendRole::Prefill;

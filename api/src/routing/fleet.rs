@@ -2,9 +2,11 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arc_swap::ArcSwap;
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::command::BackendRole;
 use state::ids::{BackendRef, BlockHash, Slot, UserKey};
@@ -12,6 +14,7 @@ use state::policy::{Candidate, Choice, PolicyConfig};
 use state::{Registry, StateView};
 
 use super::RoutingRequest;
+use super::endpoints::endpoint_of;
 use super::metrics::{BackendMeter, RoutingMetrics};
 use super::verdict::{FilterCounts, FilterVerdict};
 use crate::backends::Doubt;
@@ -26,6 +29,8 @@ pub(super) struct RoutingTable {
     /// By place in `registry.backends`.
     names: Vec<Arc<str>>,
     meters: Vec<Arc<BackendMeter>>,
+    /// Where a gateway can send requests for them.
+    endpoints: Vec<Option<SocketAddr>>,
     /// Whether any backend computes prompts for others.
     has_prefill: bool,
 }
@@ -48,6 +53,9 @@ impl RoutingTable {
             has_prefill: (registry.backends.iter())
                 .any(|backend| backend.spec.role == BackendRole::Prefill),
             names: ids().map(Arc::from).collect(),
+            endpoints: (registry.backends.iter())
+                .map(|backend| endpoint_of(&backend.spec.url))
+                .collect(),
             meters: ids().map(|id| metrics.meter(id)).collect(),
             registry,
         }
@@ -65,6 +73,11 @@ impl RoutingTable {
     /// Role of the backend at a place of the registry.
     pub(super) fn role(&self, at: usize) -> BackendRole {
         self.registry.backends[at].spec.role
+    }
+
+    /// Where a gateway can send requests for the backend at a place of the registry; `None`: nowhere.
+    pub(super) fn endpoint(&self, at: usize) -> Option<SocketAddr> {
+        self.endpoints[at]
     }
 
     pub(super) fn name(&self, at: usize) -> &Arc<str> {
@@ -168,6 +181,8 @@ pub(super) struct DecisionScratch {
     pub(super) doubt: Doubt,
     /// Whether any candidate tells of its adapters.
     pub(super) has_adapters: bool,
+    /// Whether any candidate does nothing alone.
+    pub(super) has_rooms: bool,
     /// By place in the registry, where decisions are recorded.
     pub(super) verdicts: Vec<FilterVerdict>,
 }
@@ -177,7 +192,15 @@ impl DecisionScratch {
         self.candidates.clear();
         self.places.clear();
         self.has_adapters = false;
+        self.has_rooms = false;
         self.tally = FilterCounts::default();
+    }
+
+    /// The candidates at places of the registry that `are` says.
+    pub(super) fn those(&self, are: impl Fn(usize) -> bool) -> impl Iterator<Item = Candidate> {
+        let found = self.candidates.iter().zip(&self.places);
+        let found = found.filter(move |(_, at)| are(**at));
+        found.map(|(candidate, _)| *candidate)
     }
 
     /// The chosen backend's place in the registry.
@@ -200,7 +223,7 @@ pub(super) fn user_of(fleet: &RoutingTable, ask: &RoutingRequest<'_>) -> UserKey
 }
 
 /// Who named the policy that decides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum PolicySource {
     /// The request.

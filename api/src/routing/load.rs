@@ -9,6 +9,7 @@
 //! something in holds that gauge and counts it out there, so a slot that changes hands in between
 //! starts at zero, and the old life's numbers still end at zero.
 
+use schemars::JsonSchema;
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -34,7 +35,7 @@ pub const KEEPALIVE: Duration = Duration::from_millis(100);
 const REPORT_VERSION: u8 = 1;
 
 /// Load of one backend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, JsonSchema)]
 pub struct Load {
     /// Requests dispatched and not over.
     pub running: u32,

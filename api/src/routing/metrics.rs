@@ -75,6 +75,7 @@ pub struct RoutingMetrics {
     prompt_tokens: Family<BackendLabels, Counter>,
     predicted_tokens: Family<BackendLabels, Counter>,
     cached_tokens: Family<BackendLabels, Counter>,
+    totals: Arc<PrefixTotals>,
     /// Backends with series above. Held while series come and go.
     shown: Arc<Mutex<BTreeSet<String>>>,
     outbox_items: Gauge,
@@ -84,6 +85,14 @@ pub struct RoutingMetrics {
     pub(super) driver: DriverMetrics,
     pub(super) shares: ShareMetrics,
     pub(super) tokenizing: TokenizingMetrics,
+}
+
+/// Prompt tokens of requests at all backends whose engine told how many were cached.
+#[derive(Debug, Default)]
+struct PrefixTotals {
+    prompt: AtomicU64,
+    predicted: AtomicU64,
+    cached: AtomicU64,
 }
 
 /// What is counted of shares. Cheap to clone; clones count together.
@@ -155,6 +164,7 @@ pub(super) struct BackendMeter {
     prompt_tokens: Counter,
     predicted_tokens: Counter,
     cached_tokens: Counter,
+    totals: Arc<PrefixTotals>,
     ended: [Counter; 5],
 }
 
@@ -245,6 +255,18 @@ impl RoutingMetrics {
         );
     }
 
+    /// Prompt tokens of requests whose engine told how many were cached, those that were predicted
+    /// to be, and those that were.
+    #[must_use]
+    pub fn prefix_totals(&self) -> [u64; 3] {
+        let PrefixTotals {
+            prompt,
+            predicted,
+            cached,
+        } = &*self.totals;
+        [prompt, predicted, cached].map(|it| it.load(Relaxed))
+    }
+
     pub(super) fn meter(&self, backend: &str) -> Arc<BackendMeter> {
         let mut shown = self.shown.lock().unwrap_or_else(PoisonError::into_inner);
         shown.insert(backend.to_owned());
@@ -263,6 +285,7 @@ impl RoutingMetrics {
             prompt_tokens: self.prompt_tokens.get_or_create_owned(&labels),
             predicted_tokens: self.predicted_tokens.get_or_create_owned(&labels),
             cached_tokens: self.cached_tokens.get_or_create_owned(&labels),
+            totals: Arc::clone(&self.totals),
             ended: ENDS.map(ended),
         })
     }
@@ -358,6 +381,9 @@ impl BackendMeter {
         self.prompt_tokens.inc_by(prompt);
         self.predicted_tokens.inc_by(predicted);
         self.cached_tokens.inc_by(cached);
+        self.totals.prompt.fetch_add(prompt, Relaxed);
+        self.totals.predicted.fetch_add(predicted, Relaxed);
+        self.totals.cached.fetch_add(cached, Relaxed);
     }
 }
 

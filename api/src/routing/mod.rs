@@ -15,6 +15,7 @@ mod adapters;
 mod attempt;
 mod decide;
 mod dispatch;
+mod endpoints;
 mod evictions;
 mod explain;
 mod filters;
@@ -42,6 +43,7 @@ mod reply;
 mod room;
 mod samples;
 mod select;
+mod separable;
 mod session;
 mod shares;
 #[cfg(test)]
@@ -49,6 +51,7 @@ mod tests;
 mod texts;
 mod verdict;
 
+use schemars::JsonSchema;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Duration;
@@ -79,6 +82,7 @@ pub(crate) use attempt::pricing_of;
 pub use attempt::{Attempt, DispatchTerms};
 pub use decide::Decider;
 pub use dispatch::Dispatcher;
+pub use endpoints::{OfferedEndpoints, endpoint_of};
 pub use explain::{ExplainedBackend, Explanation};
 pub use fleet::PolicySource;
 pub use hidden::HiddenOutput;
@@ -95,9 +99,10 @@ pub use prefill::{PrefillAttempt, PrefillDecision};
 pub use priced::LargestRequest;
 pub use record::{
     AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, PrefillView, SEEN_MAX,
-    SeenBackendView,
+    SeenBackendView, SeenDecision,
 };
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
+pub use separable::RequestStages;
 pub use shares::{
     PlacedRequest, ShareStanding, Shares, WaitingForPlace, WantedPlaces, wire as share_reports,
 };
@@ -163,8 +168,10 @@ pub struct RoutingRequest<'a> {
     pub excluded: &'a [Slot],
     /// Requests for the model that wait at this replica.
     pub waiting_here: u32,
-    /// Whether one backend may compute its prompt and another answer it.
-    pub is_separable: bool,
+    /// The endpoints that a gateway can send it to; `None`: this replica sends it to any backend.
+    pub endpoints: Option<&'a OfferedEndpoints>,
+    /// Which of its stages can be at two backends.
+    pub stages: RequestStages,
 }
 
 /// A decision, with what the response headers tell.
@@ -195,11 +202,13 @@ pub struct Decision {
 }
 
 /// Why no backend can take a request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum RoutingRejection {
     /// No registered backend serves the model: 404.
     UnknownModel,
+    /// Some do, none of them is at an endpoint that the gateway offers: 503.
+    NoneOffered,
     /// Some do, none of them is healthy and not draining: 503.
     NoneHealthy,
     /// All that could were tried: 502 or 503, as the last attempt ended.
@@ -210,6 +219,10 @@ pub enum RoutingRejection {
     NoneIsolating,
     /// None of them has a cache that holds the prompt: 400.
     TooLarge,
+    /// They compute prompts and answers apart, and this request cannot be taken apart: 400.
+    NotSeparable,
+    /// They answer prompts that others compute, none of which is there: 503.
+    NoPrefill,
     /// Some could, each has as many requests as it may: wait, or 503.
     AtLimit,
 }
@@ -218,11 +231,14 @@ impl RoutingRejection {
     fn label(self) -> &'static str {
         match self {
             Self::UnknownModel => "unknown-model",
+            Self::NoneOffered => "none-offered",
             Self::NoneHealthy => "none-healthy",
             Self::AllTried => "all-tried",
             Self::NoneSelected => "none-selected",
             Self::NoneIsolating => "none-isolating",
             Self::TooLarge => "too-large",
+            Self::NotSeparable => "not-separable",
+            Self::NoPrefill => "no-prefill",
             Self::AtLimit => "at-limit",
         }
     }

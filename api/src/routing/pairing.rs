@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use state::ids::BackendRef;
-use state::policy::{PairSettings, WholeReason};
+use state::ids::{BackendRef, LogIndex};
+use state::policy::{Choice, PairSettings, PolicyConfig, PolicyRequest, WholeReason};
 use tokio::time::Instant;
 
-use super::RoutingRequest;
-use super::fleet::RoutingTable;
+use super::fleet::{PolicySource, RoutingTable};
 use super::record::{DecisionBasis, PrefillRecord, PrefillView};
+use super::{RoutingRejection, RoutingRequest};
 use crate::prompt::ModelSettings;
 
 /// When prompts go through a prefill backend, by model; the first match counts.
@@ -31,8 +31,63 @@ impl PairRules {
 pub(super) struct WholeDecision<'a> {
     pub(super) fleet: &'a RoutingTable,
     pub(super) ask: &'a RoutingRequest<'a>,
-    pub(super) basis: DecisionBasis<'a>,
+    pub(super) index: LogIndex,
+    pub(super) policy: &'a Arc<PolicyConfig>,
+    pub(super) policy_source: PolicySource,
+    pub(super) request: PolicyRequest,
+    /// The backend that would do all of it; `None`: none can.
+    pub(super) choice: Option<Choice>,
     pub(super) now: Instant,
+}
+
+impl<'a> WholeDecision<'a> {
+    /// What it was decided by, if it was `choice`.
+    pub(super) fn basis(&self, choice: Choice) -> DecisionBasis<'a> {
+        DecisionBasis {
+            index: self.index,
+            policy: self.policy,
+            policy_source: self.policy_source,
+            request: self.request,
+            choice,
+        }
+    }
+}
+
+/// Why a request does not go to two backends.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PairRefusal {
+    /// Why it is one backend, where one can do it; `None`: none computes prompts for others.
+    pub(super) whole: Option<WholeReason>,
+    /// Why it is none, where no backend can do all of it.
+    pub(super) none: RoutingRejection,
+}
+
+impl From<WholeReason> for PairRefusal {
+    fn from(why: WholeReason) -> Self {
+        let none = match why {
+            WholeReason::NotSeparable => RoutingRejection::NotSeparable,
+            WholeReason::NoPrefill | WholeReason::PrefillBusy => RoutingRejection::NoPrefill,
+            WholeReason::Off | WholeReason::Short | WholeReason::NoDecode => {
+                RoutingRejection::NoneHealthy
+            }
+        };
+        let whole = Some(why);
+        Self { whole, none }
+    }
+}
+
+impl PairRefusal {
+    /// No backend can compute the prompt for another, for this reason.
+    pub(super) fn without_prefill(why: RoutingRejection) -> Self {
+        let none = match why {
+            RoutingRejection::UnknownModel | RoutingRejection::NoneHealthy => {
+                RoutingRejection::NoPrefill
+            }
+            why => why,
+        };
+        let whole = Some(WholeReason::NoPrefill);
+        Self { whole, none }
+    }
 }
 
 /// A request on one backend or two.

@@ -2,21 +2,24 @@
 //!
 //! Whether and which is decided by [`state::policy`]; here its candidates are gathered. The prefill
 //! side passes the same filters as any backend. Backends of that side get no whole requests while
-//! others can take them.
+//! others can take them. Engines that meet in rooms get none at all: where no other backend can
+//! take a request it goes to two of them, or to nobody.
 
 use std::cell::RefCell;
 use std::sync::Arc;
 
+use state::Backend;
 use state::command::BackendRole;
 use state::policy::{
-    self, Candidate, Choice, Disaggregate, PairSettings, PolicyConfig, PolicyRequest, WholeReason,
+    self, Candidate, Choice, Disaggregate, Handover, PairSettings, PairSides, PolicyConfig,
+    PolicyRequest, WholeReason,
 };
 
-use super::PrefillDecision;
 use super::decide::Decider;
-use super::fleet::{DecisionScratch, RoutingTable, matchable};
-use super::pairing::{SettledDecision, WholeDecision};
-use super::record::{DecisionBasis, PrefillRecord, SeenCandidates};
+use super::fleet::{DecisionScratch, RoutingTable};
+use super::pairing::{PairRefusal, SettledDecision, WholeDecision};
+use super::record::{PrefillRecord, SeenCandidates};
+use super::{PrefillDecision, RequestStages, RoutingRejection, RoutingRequest};
 use crate::backends::BreakerState;
 use crate::routing::fleet::user_of;
 
@@ -28,53 +31,110 @@ struct PairDecision {
 
 thread_local! {
     /// Candidates of the prefill side.
-    static PREFILL_SCRATCH: RefCell<DecisionScratch> = RefCell::default();
+    pub(super) static PREFILL_SCRATCH: RefCell<DecisionScratch> = RefCell::default();
 }
 
 impl Decider {
-    /// Whether a request goes to two backends, and which. If so, `scratch` is left with those that
-    /// decode, and `out` hears of the others.
+    /// How the engine of a backend hands prompts over, or gets them.
+    pub(super) fn handover(&self, backend: &Backend) -> Handover {
+        match self.backends.meets_in_rooms(backend) {
+            true => Handover::Room,
+            false => Handover::Answer,
+        }
+    }
+
+    /// Whether the engine of a backend can do nothing of this request without another.
+    pub(super) fn needs_another(&self, backend: &Backend, ask: &RoutingRequest<'_>) -> bool {
+        ask.stages != RequestStages::Nothing && self.backends.meets_in_rooms(backend)
+    }
+
+    /// The backend that would do all of a request; `None`: no candidate can.
+    pub(super) fn choose_whole(
+        &self,
+        (fleet, ask): (&RoutingTable, &RoutingRequest<'_>),
+        (config, request): (&PolicyConfig, &PolicyRequest),
+        scratch: &DecisionScratch,
+    ) -> Option<Choice> {
+        if !scratch.has_rooms {
+            return policy::choose(config, request, &scratch.candidates);
+        }
+        let is_able = |at: usize| !self.needs_another(&fleet.registry.backends[at], ask);
+        let able: Vec<Candidate> = scratch.those(is_able).collect();
+        policy::choose(config, request, &able)
+    }
+
+    /// Whether a request goes to two backends, and which. `scratch` is left with those that were
+    /// chosen from, and `out` hears of the others.
+    ///
+    /// # Errors
+    /// Why there are no two, where no backend can do all of it.
     pub(super) fn settle<'a>(
         &self,
         whole: &WholeDecision<'a>,
         scratch: &mut DecisionScratch,
         out: impl FnMut(usize),
-    ) -> SettledDecision<'a> {
-        let mut basis = whole.basis;
-        let prefill = self.pair(whole, scratch, out).map(|pair| {
-            (basis.choice, basis.request) = (pair.decode, basis.request.fetched());
-            pair.prefill
-        });
-        SettledDecision { basis, prefill }
+    ) -> Result<SettledDecision<'a>, RoutingRejection> {
+        let (fleet, ask) = (whole.fleet, whole.ask);
+        match (self.pair(whole, scratch), whole.choice) {
+            (Ok(PairDecision { decode, prefill }), _) => {
+                let by = prefill.handover;
+                keep(scratch, |at| self.decodes(fleet, at, by), out);
+                let mut basis = whole.basis(decode);
+                basis.request = basis.request.fetched();
+                let prefill = Ok(prefill);
+                Ok(SettledDecision { basis, prefill })
+            }
+            (Err(why), Some(choice)) => {
+                if scratch.has_rooms {
+                    let is_able =
+                        |at: usize| !self.needs_another(&fleet.registry.backends[at], ask);
+                    keep(scratch, is_able, out);
+                }
+                let (basis, prefill) = (whole.basis(choice), Err(why.whole));
+                Ok(SettledDecision { basis, prefill })
+            }
+            (Err(why), None) => Err(why.none),
+        }
+    }
+
+    /// Whether a backend answers prompts that are handed over in this way.
+    fn decodes(&self, fleet: &RoutingTable, at: usize, by: Handover) -> bool {
+        let backend = &fleet.registry.backends[at];
+        backend.spec.role == BackendRole::Decode && self.handover(backend) == by
     }
 
     /// # Errors
-    /// Why it is one; `None`: no backend computes prompts for others.
+    /// Why it is one.
     fn pair(
         &self,
         whole: &WholeDecision<'_>,
-        scratch: &mut DecisionScratch,
-        out: impl FnMut(usize),
-    ) -> Result<PairDecision, Option<WholeReason>> {
-        let WholeDecision {
-            fleet, ask, basis, ..
-        } = *whole;
+        scratch: &DecisionScratch,
+    ) -> Result<PairDecision, PairRefusal> {
+        let WholeDecision { fleet, ask, .. } = *whole;
         if !fleet.has_prefill() {
-            return Err(None);
+            return Err(PairRefusal {
+                whole: None,
+                none: RoutingRejection::NoPrefill,
+            });
         }
         let settings = self.pairs.settings(ask.model);
-        if !ask.is_separable && settings.disaggregate != Disaggregate::Off {
-            return Err(Some(WholeReason::NotSeparable));
+        let is_apart = |by: Handover| {
+            let decodes = |at: &usize| self.decodes(fleet, *at, by);
+            ask.stages.are_handed_over(by) && scratch.places.iter().any(decodes)
+        };
+        let ways = [Handover::Answer, Handover::Room].map(is_apart);
+        if let Some(choice) = whole.choice {
+            let is_any = ask.stages == RequestStages::Apart || ways.contains(&true);
+            if !is_any && settings.disaggregate != Disaggregate::Off {
+                return Err(WholeReason::NotSeparable.into());
+            }
+            policy::is_worth_two(&settings, &whole.request, choice)?;
         }
-        policy::is_worth_two(&settings, &basis.request, basis.choice)?;
-        let decodes = |at: &usize| fleet.role(*at) == BackendRole::Decode;
-        if !scratch.places.iter().any(decodes) {
-            return Err(Some(WholeReason::NoDecode));
+        if !ways.contains(&true) {
+            return Err(WholeReason::NoDecode.into());
         }
-        let paired = PREFILL_SCRATCH
-            .with_borrow_mut(|prefill| self.pair_among((whole, &settings), prefill, scratch))?;
-        keep_decoding(fleet, scratch, out);
-        Ok(paired)
+        PREFILL_SCRATCH
+            .with_borrow_mut(|prefill| self.pair_among((whole, &settings), prefill, scratch))
     }
 
     fn pair_among(
@@ -82,41 +142,47 @@ impl Decider {
         (whole, settings): (&WholeDecision<'_>, &PairSettings),
         prefill: &mut DecisionScratch,
         scratch: &DecisionScratch,
-    ) -> Result<PairDecision, WholeReason> {
+    ) -> Result<PairDecision, PairRefusal> {
         let WholeDecision {
-            fleet,
-            ask,
-            basis,
-            now,
+            fleet, ask, now, ..
         } = *whole;
-        let config: &PolicyConfig = basis.policy;
-        let request: &PolicyRequest = &basis.request;
+        let (config, request) = (&**whole.policy, &whole.request);
         let needs = config.needs();
-        let admitted = self.admit_prefill(fleet, ask, now, prefill);
-        admitted.map_err(|_| WholeReason::NoPrefill)?;
-        self.match_applied(matchable(ask), needs.match_by, prefill);
-        self.match_overlay(fleet, matchable(ask), prefill);
+        let needed = whole.choice.is_none().then_some(Handover::Room);
+        let admitted = self.admit_prefill(fleet, ask, now, needed, prefill);
+        admitted.map_err(PairRefusal::without_prefill)?;
+        self.match_blocks(fleet, ask, needs.match_by, prefill);
         self.supplement(fleet, &needs, prefill);
-        let found = scratch.candidates.iter().zip(&scratch.places);
-        let decodes = found.filter(|(_, at)| fleet.role(**at) == BackendRole::Decode);
-        let decoding: Vec<Candidate> = decodes.map(|(candidate, _)| *candidate).collect();
-        let mut alone = scratch.candidates.iter();
-        let alone = alone.find(|it| it.slot == basis.choice.slot);
-        let alone = alone.expect("a policy chooses among the candidates");
-        let (terms, computing) = ((settings, alone), &prefill.candidates);
-        let pair = policy::choose_pair(config, request, terms, computing, &decoding)?;
+        let alone = whole.choice.map(|choice| {
+            let mut alone = scratch.candidates.iter();
+            let alone = alone.find(|it| it.slot == choice.slot);
+            alone.expect("a policy chooses among the candidates")
+        });
+        let ways = [Handover::Answer, Handover::Room];
+        let computing = ways.map(|by| {
+            let hands_over = |at: usize| self.handover(&fleet.registry.backends[at]) == by;
+            prefill.those(hands_over).collect::<Vec<_>>()
+        });
+        let decoding = ways.map(|by| match ask.stages.are_handed_over(by) {
+            true => scratch.those(|at| self.decodes(fleet, at, by)).collect(),
+            false => Vec::new(),
+        });
+        let sides = [0, 1].map(|way| PairSides {
+            handover: ways[way],
+            prefill: &computing[way],
+            decode: &decoding[way],
+        });
+        let pair = policy::choose_pair(config, request, (settings, alone), &sides)?;
         let at = prefill.place(pair.prefill);
-        let basis = DecisionBasis {
-            choice: pair.prefill,
-            ..basis
-        };
+        let seen = SeenCandidates::of(fleet, &whole.basis(pair.prefill), prefill);
         Ok(PairDecision {
             decode: pair.decode,
             prefill: PrefillRecord {
                 backend: fleet.registry.backends[at].handle,
                 name: Arc::clone(fleet.name(at)),
+                handover: pair.handover,
                 choice: pair.prefill,
-                seen: SeenCandidates::of(fleet, &basis, prefill),
+                seen,
             },
         })
     }
@@ -131,11 +197,14 @@ impl Decider {
         let trial = match self.backends.enter(prefill.backend, user, whole.now) {
             BreakerState::Closed => None,
             BreakerState::HalfOpen(trial) => Some(Arc::new(trial)),
+            // It is the only way: another request has become the trial meanwhile.
+            BreakerState::Open if prefill.handover == Handover::Room => None,
             BreakerState::Open => return None,
         };
         Some(PrefillDecision {
             backend: prefill.backend,
             name: Arc::clone(&prefill.name),
+            handover: prefill.handover,
             matched: prefill.choice.matched,
             reason: prefill.choice.reason,
             trial,
@@ -143,13 +212,13 @@ impl Decider {
     }
 }
 
-/// Leaves the backends that decode in `scratch`; `out` hears of the others.
-fn keep_decoding(fleet: &RoutingTable, scratch: &mut DecisionScratch, mut out: impl FnMut(usize)) {
+/// Leaves the backends in `scratch` that `stays` says; `out` hears of the others.
+fn keep(scratch: &mut DecisionScratch, stays: impl Fn(usize) -> bool, mut out: impl FnMut(usize)) {
     let mut kept = Vec::with_capacity(scratch.places.len());
     let mut places = scratch.places.iter();
     scratch.candidates.retain(|_| {
         let at = *places.next().expect("each candidate has its place");
-        let stays = fleet.role(at) == BackendRole::Decode;
+        let stays = stays(at);
         if stays {
             kept.push(at);
         } else {

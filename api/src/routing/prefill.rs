@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use state::Registry;
 use state::command::LeaseOutcome;
 use state::ids::{AttemptId, BackendRef, UserKey};
-use state::policy::Reason;
+use state::policy::{Handover, Reason};
 use tokio::time::Instant;
 
 use super::dispatch::Dispatcher;
@@ -31,6 +31,8 @@ pub struct PrefillDecision {
     pub backend: BackendRef,
     /// Its id.
     pub name: Arc<str>,
+    /// How the prompt gets to the backend that answers.
+    pub handover: Handover,
     /// Leading blocks it is believed to hold.
     pub matched: u32,
     /// Why.
@@ -105,6 +107,12 @@ impl PrefillAttempt {
     #[must_use]
     pub fn backend(&self) -> BackendRef {
         self.backend
+    }
+
+    /// Whose request it is.
+    #[must_use]
+    pub fn user(&self) -> UserKey {
+        self.user
     }
 
     /// The prompt goes over a connection now.

@@ -13,11 +13,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use http::HeaderMap;
+use schemars::JsonSchema;
 use serde::Serialize;
 use state::ids::{BackendRef, LogIndex};
 use state::policy::{
-    self, Candidate, Choice, Needs, PolicyConfig, PolicyRequest, Prices, Reason, Score, UserTokens,
-    WholeReason,
+    self, Candidate, Choice, Handover, Needs, PolicyConfig, PolicyRequest, Prices, Reason, Score,
+    UserTokens, WholeReason,
 };
 
 use super::fleet::{DecisionScratch, PolicySource, RoutingTable};
@@ -71,15 +72,18 @@ pub(super) struct SeenCandidates {
 pub(super) struct PrefillRecord {
     pub(super) backend: BackendRef,
     pub(super) name: Arc<str>,
+    pub(super) handover: Handover,
     pub(super) choice: Choice,
     pub(super) seen: SeenCandidates,
 }
 
 /// The prefill side of a decision with the numbers that it went by.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct PrefillView {
     /// Id of the backend that computes the prompt.
     pub choice: String,
+    /// How the prompt gets to the backend that answers: `answer` or `room`.
+    pub handover: Handover,
     /// Blocks it was believed to hold.
     pub matched: u32,
     /// Why it was chosen.
@@ -95,6 +99,21 @@ struct SeenBackend {
     verdict: FilterVerdict,
     /// Zeros where the filters took it out.
     numbers: Candidate,
+}
+
+/// A decision with all that its policy saw.
+#[derive(Debug, Clone)]
+pub struct SeenDecision<'a> {
+    /// The policy.
+    pub policy: &'a PolicyConfig,
+    /// The request; what this policy does not look at is left out.
+    pub request: PolicyRequest,
+    /// The candidates.
+    pub handles: Vec<BackendRef>,
+    /// Their numbers, in the same order.
+    pub candidates: Vec<Candidate>,
+    /// What it chose.
+    pub choice: Choice,
 }
 
 /// What an attempt came to.
@@ -113,7 +132,7 @@ pub struct AttemptReport {
 }
 
 /// What only some policies look at of a request; `None`: this one does not, or there is none.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct ExplainedRequest {
     /// Hash of the prompt's first blocks.
     pub prefix_key: Option<u64>,
@@ -146,7 +165,7 @@ impl ExplainedRequest {
 }
 
 /// A decision with the numbers that it went by.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct DecisionView {
     /// Applied index it was made at.
     pub index: LogIndex,
@@ -185,7 +204,7 @@ pub struct DecisionView {
 }
 
 /// A backend as a decision saw it. Numbers are those of candidates; 0 for others.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct SeenBackendView {
     /// Its id; `None`: it was removed long ago.
     pub id: Option<String>,
@@ -285,6 +304,31 @@ impl DecisionRecord {
     #[must_use]
     pub fn reason(&self) -> Reason {
         self.choice.reason
+    }
+
+    /// Backends that passed the filters.
+    #[must_use]
+    pub fn candidates(&self) -> u32 {
+        self.candidates
+    }
+
+    /// What the policy saw and what it chose; `None`: not all candidates are kept, or it chose two
+    /// backends.
+    #[must_use]
+    pub fn as_seen(&self) -> Option<SeenDecision<'_>> {
+        if self.scores.is_some() || self.prefill.is_ok() {
+            return None;
+        }
+        let seen = self.seen.iter();
+        let seen = seen.filter(|seen| seen.verdict == FilterVerdict::Candidate);
+        let (handles, candidates) = seen.map(|seen| (seen.handle, seen.numbers)).unzip();
+        Some(SeenDecision {
+            policy: &self.policy,
+            request: self.request,
+            handles,
+            candidates,
+            choice: self.choice,
+        })
     }
 
     /// Blocks that its backend was believed to hold.
@@ -407,6 +451,7 @@ impl PrefillRecord {
     /// Shows it, its backends by the names that `names` has.
     pub(super) fn view(&self, names: impl Fn(BackendRef) -> Option<Arc<str>>) -> PrefillView {
         PrefillView {
+            handover: self.handover,
             choice: self.name.to_string(),
             matched: self.choice.matched,
             reason: self.choice.reason,

@@ -2,11 +2,13 @@
 
 use state::ids::{BackendRef, Slot};
 use state::outputs::batch::BatchRoom;
+use state::policy::Candidate;
 use tokio::time::Instant;
 
 use super::RoutingRequest;
 use super::decide::Decider;
-use super::fleet::{SCRATCH, matchable};
+use super::fleet::{DecisionScratch, RoutingTable, SCRATCH, matchable};
+use super::pairs::PREFILL_SCRATCH;
 
 impl Decider {
     /// Requests that the backends which may take this one have room for, all together.
@@ -17,11 +19,41 @@ impl Decider {
             if self.admit_beyond_limit(&fleet, ask, now, scratch).is_err() {
                 return 0;
             }
-            let places = scratch.candidates.iter().map(|candidate| {
-                let limit = self.view.limit(candidate.slot).unwrap_or(u32::MAX);
-                u64::from(limit.saturating_sub(candidate.running))
-            });
-            places.sum()
+            let is_able = |at: usize| !self.needs_another(&fleet.registry.backends[at], ask);
+            let whole = self.free_of(scratch.those(is_able));
+            let apart = self.free_of(scratch.those(|at| !is_able(at)));
+            let computing = match apart {
+                0 => 0,
+                _ => self.computing(&fleet, ask, now, |prefill| {
+                    self.free_of(prefill.candidates.iter().copied())
+                }),
+            };
+            whole.saturating_add(apart.min(computing))
+        })
+    }
+
+    /// Places that candidates have free.
+    fn free_of(&self, candidates: impl Iterator<Item = Candidate>) -> u64 {
+        let free = candidates.map(|candidate| {
+            let limit = self.view.limit(candidate.slot).unwrap_or(u32::MAX);
+            u64::from(limit.saturating_sub(candidate.running))
+        });
+        free.sum()
+    }
+
+    /// Looks at the backends without which those that meet in rooms can do nothing.
+    fn computing<T: Default>(
+        &self,
+        fleet: &RoutingTable,
+        ask: &RoutingRequest<'_>,
+        now: Instant,
+        look: impl FnOnce(&DecisionScratch) -> T,
+    ) -> T {
+        PREFILL_SCRATCH.with_borrow_mut(|prefill| {
+            match self.admit_prefill_beyond_limit(fleet, ask, now, prefill) {
+                Ok(()) => look(prefill),
+                Err(_) => T::default(),
+            }
         })
     }
 
@@ -33,10 +65,16 @@ impl Decider {
             if self.admit_beyond_limit(&fleet, ask, now, scratch).is_err() {
                 return Vec::new();
             }
-            let places = scratch.places.iter();
-            places
-                .map(|at| fleet.registry.backends[*at].handle)
-                .collect()
+            let handles = |scratch: &DecisionScratch| -> Vec<BackendRef> {
+                let places = scratch.places.iter();
+                let handles = places.map(|at| fleet.registry.backends[*at].handle);
+                handles.collect()
+            };
+            let mut wanted = handles(scratch);
+            if scratch.has_rooms {
+                wanted.extend(self.computing(&fleet, ask, now, handles));
+            }
+            wanted
         })
     }
 

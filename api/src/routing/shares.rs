@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use state::StateView;
 use state::admission::Batching;
 use state::ids::{BackendRef, ReplicaId, SessionId};
+use state::policy::Handover;
 use state::shares::{Demand, ShareBook};
 use tokio::time::Instant;
 
@@ -113,7 +114,11 @@ impl Shares {
                 continue;
             };
             let chosen = decision.prefill.as_ref();
+            let is_needed = chosen.is_some_and(|prefill| prefill.handover == Handover::Room);
             let prefill = chosen.and_then(|prefill| self.reserve(prefill.backend));
+            if prefill.is_none() && is_needed {
+                continue;
+            }
             if prefill.is_none() && decision.prefill.take().is_some() && further > 0 {
                 continue;
             }

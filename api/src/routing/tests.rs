@@ -7,6 +7,7 @@ mod filters;
 mod pairs;
 mod panic;
 mod policies;
+mod rooms;
 mod samples;
 mod saturated;
 mod shares;
@@ -27,7 +28,7 @@ use tokio_util::sync::CancellationToken;
 use super::fixture::{HEALTHY, Log, Port, router, router_selecting};
 use super::{
     Attempt, AttemptEnd, Decision, DispatchTerms, Explanation, FilterVerdict, Load, OutboxSettings,
-    OutboxStatus, PreferenceRejection, Router, RoutingPreferences, RoutingRejection,
+    OutboxStatus, PreferenceRejection, RequestStages, Router, RoutingPreferences, RoutingRejection,
     RoutingRequest, Usage, UserName,
 };
 use crate::backends::Health;
@@ -140,7 +141,8 @@ fn ask<'a>(identity: &'a PromptIdentity, excluded: &'a [Slot]) -> RoutingRequest
         labels: &[],
         excluded,
         waiting_here: 0,
-        is_separable: true,
+        endpoints: None,
+        stages: RequestStages::Apart,
     }
 }
 
@@ -331,6 +333,14 @@ fn a_routed_prefix_is_seen_before_and_after_it_commits() {
     assert!(applied.index > chosen.index);
     let row = &bench.explain(&ask(&first, &[])).backends[usize::from(chosen.backend.slot.0)];
     assert_eq!((row.matched_applied, row.matched), (62, 62));
+    let tried = [chosen.backend.slot];
+    let row = &bench.explain(&ask(&first, &tried)).backends[usize::from(chosen.backend.slot.0)];
+    assert_eq!(row.verdict, FilterVerdict::Tried);
+    assert_eq!(
+        (row.matched_applied, row.matched),
+        (62, 62),
+        "also of others"
+    );
     bench.assert_quiet();
 }
 

@@ -1,15 +1,18 @@
 //! What the filters said of each backend, and how often.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 /// Whether a backend may take a request, and if not, why: the first reason there is, in this order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum FilterVerdict {
     /// It may.
     Candidate,
     /// It serves other models.
     OtherModel,
+    /// The gateway that asks cannot send the request there.
+    NotOffered,
     /// It was tried for this request.
     Tried,
     /// It does not answer, or was not asked yet.
@@ -37,8 +40,9 @@ pub enum FilterVerdict {
 
 impl FilterVerdict {
     /// All that take a backend out.
-    pub(super) const FILTERS: [(Self, &'static str); 12] = [
+    pub(super) const FILTERS: [(Self, &'static str); 13] = [
         (Self::OtherModel, "other-model"),
+        (Self::NotOffered, "not-offered"),
         (Self::Tried, "tried"),
         (Self::Unhealthy, "unhealthy"),
         (Self::Draining, "draining"),

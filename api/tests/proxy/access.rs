@@ -79,10 +79,13 @@ async fn fleet(engines: &[&Engine], logged: LoggedRequests) -> Fleet {
     .await
 }
 
-/// A chat with an id, a user, a key and a prompt that nobody else has.
+const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+
+/// A chat with an id, part of a trace, with a user, a key and a prompt that nobody else has.
 fn named(id: &str, fields: &str) -> String {
     let head = format!(
-        "host: router\r\nx-request-id: {id}\r\nx-quorate-user: ada\r\nx-secret: sk-{id}\r\n"
+        "host: router\r\nx-request-id: {id}\r\nx-quorate-user: ada\r\nx-secret: sk-{id}\r\n\
+         traceparent: 00-{TRACE}-00f067aa0ba902b7-00\r\n"
     );
     let fields = format!(r#","metadata":{{"x":"prompt-of-{id}"}}{fields}"#);
     chat(&fields).replacen("host: router\r\n", &head, 1)
@@ -111,6 +114,7 @@ async fn an_answer_leaves_one_line_with_what_it_took() {
         ("path", "/v1/chat/completions".into()),
         ("status", 200.into()),
         ("outcome", "finished".into()),
+        ("trace_id", TRACE.into()),
         ("user", "ada".into()),
         ("model", "m".into()),
         ("stream", true.into()),

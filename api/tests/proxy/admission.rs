@@ -517,3 +517,35 @@ async fn churned(grants: Grants) -> Arc<Fleet> {
     eventually("nothing waits", || waiting(&fleet) == 0).await;
     fleet
 }
+
+#[tokio::test]
+async fn who_waits_is_told_longest_first() {
+    let gate = Arc::new(Semaphore::new(0));
+    let engine = gated(&gate).await;
+    let fleet = fleet(&[&engine], one_at_a_time()).await;
+    let mut clients = vec![run(&fleet, &chat_of("a", "")).await];
+    for user in ["b", "c", "b"] {
+        clients.push(wait(&fleet, &chat_of(user, "")).await);
+    }
+    let nothing = serde_json::Value::Null;
+    let (status, told) = fleet.call("GET", "/admin/v1/waiting", &nothing).await;
+    assert_eq!(
+        (status, &told["requests"], &told["users"]),
+        (200, &3.into(), &2.into())
+    );
+    let mut waiting = told["waiting"].as_array().unwrap().iter();
+    let mut next = || {
+        let user = waiting.next().unwrap();
+        assert_eq!(user["models"], serde_json::json!(["m"]));
+        (user["user"].clone(), user["requests"].clone())
+    };
+    assert_eq!(next(), ("b".into(), 2.into()));
+    assert_eq!(next(), ("c".into(), 1.into()));
+    let longest = fleet.admission.all_waiting().longest.unwrap();
+    assert_eq!(
+        longest.user,
+        state::prefix::user_key(fleet.hash_seed(), "b")
+    );
+    gate.add_permits(4);
+    all_answered(clients, 200).await;
+}

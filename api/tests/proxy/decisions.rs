@@ -503,3 +503,43 @@ async fn none_are_kept_where_the_config_says_so() {
     let (_, page) = fleet.call("GET", "/admin/v1/decisions", &Value::Null).await;
     assert_eq!((&page["kept"], &page["kept_max"]), (&json!(0), &json!(0)));
 }
+
+/// A prompt of 64 common blocks, then of what is its own.
+fn sharing(user: &str, own: &str) -> String {
+    let prompt = format!("{}{}", "common text. ".repeat(200), own.repeat(40));
+    let headers = format!("content-type: application/json\r\nx-quorate-user: {user}\r\n");
+    let body = json!({"model": "m", "prompt": prompt}).to_string();
+    post("/v1/completions", &headers, &body)
+}
+
+#[tokio::test]
+async fn prefixes_that_requests_share_are_told_with_their_owners() {
+    let engine = Engine::always(vec![answer_json("200 OK", USAGE)]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    for (user, own) in [("ada", "x"), ("bo", "y"), ("bo", "z")] {
+        assert_eq!(client.ask(sharing(user, own)).await.status, 200);
+    }
+    fleet.is_idle().await;
+    fleet.flush().await;
+    let path = "/admin/v1/ownership/prefixes";
+    let (status, told) = fleet.call("GET", path, &Value::Null).await;
+    assert_eq!((status, &told["requests"]), (200, &json!(3)), "{told}");
+    let prefixes = told["prefixes"].as_array().unwrap();
+    assert_eq!(
+        prefixes.len(),
+        1,
+        "told once, at its greatest depth: {told}"
+    );
+    let only = &prefixes[0];
+    assert_eq!((&only["requests"], &only["users"]), (&json!(3), &json!(2)));
+    assert_eq!(only["owners"], json!(["e0"]));
+    let hash = only["hash"].as_str().unwrap();
+    let (status, block) = fleet
+        .call("GET", &format!("/admin/v1/blocks/{hash}"), &Value::Null)
+        .await;
+    assert_eq!(
+        (status, &block["owners"][0]["backend"]),
+        (200, &json!("e0"))
+    );
+}

@@ -10,7 +10,7 @@ use super::engine::{DONE, Engine, Step, chunk, delta, json as whole, last_chunk,
 use super::fleet::{Fleet, eventually};
 
 const COMPUTED: &str = r#"{"id":"p","usage":{"prompt_tokens":1010,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":400}},"kv_transfer_params":{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[7,8],"remote_engine_id":"e","remote_host":"10.0.0.1","remote_port":5600}}"#;
-const ANSWERED: &str = r#"{"id":"d","choices":[{"index":0,"text":"x","finish_reason":"length"}],"usage":{"prompt_tokens":1010,"completion_tokens":30,"prompt_tokens_details":{"cached_tokens":1009}}}"#;
+pub(super) const ANSWERED: &str = r#"{"id":"d","choices":[{"index":0,"text":"x","finish_reason":"length"}],"usage":{"prompt_tokens":1010,"completion_tokens":30,"prompt_tokens_details":{"cached_tokens":1009}}}"#;
 const LOST: &str = r#"{"error":{"message":"KV load failed"}}"#;
 
 /// `e0` computes prompts, the others answer.
@@ -35,7 +35,7 @@ async fn apart(engines: &[&Engine]) -> Fleet {
     fleet
 }
 
-fn long(fields: &str) -> String {
+pub(super) fn long(fields: &str) -> String {
     let words = "Words of a prompt. ".repeat(220);
     let body = format!(r#"{{"model":"m","prompt":"{words}","max_tokens":30{fields}}}"#);
     post(
@@ -45,17 +45,17 @@ fn long(fields: &str) -> String {
     )
 }
 
-fn body(request: &str) -> Value {
+pub(super) fn body(request: &str) -> Value {
     let (_, body) = request.split_once("\r\n\r\n").unwrap();
     serde_json::from_str(body).unwrap()
 }
 
-fn answered_by(answer: &Answer) -> (u16, Option<&str>, Option<&str>) {
+pub(super) fn answered_by(answer: &Answer) -> (u16, Option<&str>, Option<&str>) {
     let prefill = answer.header("x-quorate-prefill");
     (answer.status, prefill, answer.header("x-quorate-backend"))
 }
 
-fn tokens(charged: &Charge) -> [u64; 3] {
+pub(super) fn tokens(charged: &Charge) -> [u64; 3] {
     [charged.input_uncached, charged.input_cached, charged.output]
 }
 

@@ -44,6 +44,7 @@ pub(crate) struct Fleet {
     pub(crate) leaving: CancellationToken,
     pub(crate) drain: CancellationToken,
     pub(crate) server: JoinHandle<DrainResult>,
+    pub(crate) proxy: Arc<Proxy>,
     admin: axum::Router,
     log: Arc<Log>,
 }
@@ -204,7 +205,7 @@ impl Fleet {
         ));
         let admin = admin(&router, &backends, &admission, &proxy, &log);
         let (leaving, drain) = (CancellationToken::new(), CancellationToken::new());
-        let server = Server::new(listener, proxy).leaving(leaving.clone());
+        let server = Server::new(listener, Arc::clone(&proxy)).leaving(leaving.clone());
         let server = tokio::spawn(server.run(drain.clone(), drain_deadline));
         Self {
             address,
@@ -215,6 +216,7 @@ impl Fleet {
             leaving,
             drain,
             server,
+            proxy,
             admin,
             log,
         }
@@ -440,12 +442,14 @@ fn admin(
         backends: Arc::clone(backends),
         metrics: Arc::default(),
         digests: Arc::default(),
+        figures: Arc::default(),
         kv_board: Arc::default(),
         discovery: Arc::default(),
         events: EventBus::default(),
         readiness: Arc::new(readiness),
         file: api::settings::SharedFileSettings::default(),
         reload: None,
+        log_level: None,
         hosts: Vec::new(),
         tokens: None,
         certified: None,

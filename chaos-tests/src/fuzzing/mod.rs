@@ -80,6 +80,8 @@ targets! {
     api_endpoint: api::fuzzing::endpoint, api::fuzzing::endpoint_seeds;
     api_engine_metrics: api::fuzzing::engine_metrics, api::fuzzing::engine_metrics_seeds;
     api_engine_models: api::fuzzing::engine_models, api::fuzzing::engine_models_seeds;
+    api_discovery_file: api::fuzzing::discovery_file, api::fuzzing::discovery_file_seeds;
+    api_pod_events: api::fuzzing::pod_events, api::fuzzing::pod_events_seeds;
     api_peer_reports: api::fuzzing::peer_reports, api::fuzzing::peer_reports_seeds;
     api_admin_body: api::fuzzing::admin_body, api::fuzzing::admin_body_seeds;
     api_backup_file: backup::file, backup::file_seeds;

@@ -16,6 +16,7 @@ pub mod events_in_order;
 pub mod exact_is_true;
 #[cfg(test)]
 pub(crate) mod fixture;
+pub mod formats_known;
 pub mod learnt_as_reported;
 pub mod leases_as_told;
 pub mod limits_held;
@@ -103,6 +104,7 @@ pub const ALL: &[Invariant] = &[
     invariant!(nothing_left),
     invariant!(advances_are_used),
     invariant!(limits_held),
+    invariant!(formats_known),
 ];
 
 /// Those that need no replay of the log: cheap enough to be asked for again and again.
@@ -116,6 +118,7 @@ const CHEAP: &[Invariant] = &[
     invariant!(exact_is_true),
     invariant!(majority_answers),
     invariant!(limits_held),
+    invariant!(formats_known),
 ];
 
 /// Checks what can be checked in passing, so that a run that is broken ends early.

@@ -53,6 +53,12 @@ pub struct Observation {
     /// number and its mark, which no two messages share: all blocks in the cache, as the router
     /// calls them.
     pub engines: BTreeMap<(u64, u64), Arc<BTreeSet<BlockHash>>>,
+    /// The newest format that each replica's build knows; empty where all are of one build.
+    pub builds: BTreeMap<ReplicaId, u8>,
+    /// What the least of these was when an entry was first applied.
+    pub formats: BTreeMap<u64, u8>,
+    /// Versions of the snapshots that were restored, each with what the replica's build knows.
+    pub snapshots: Vec<(ReplicaRun, u16, u8)>,
     /// Whether the backends' limits held.
     pub limits: LimitWatch,
     /// What the replicas are at the end, after everything was healed and nothing is under way: of
@@ -164,9 +170,13 @@ impl Observation {
         command: Option<&[u8]>,
         digest: Option<u128>,
     ) {
-        self.log.entry(index).or_insert_with(|| LogEntry {
-            applied_at_us: at_us,
-            command: command.map(Arc::from),
+        let least = self.builds.values().min().copied();
+        self.log.entry(index).or_insert_with(|| {
+            self.formats.extend(least.map(|least| (index, least)));
+            LogEntry {
+                applied_at_us: at_us,
+                command: command.map(Arc::from),
+            }
         });
         let cause = command.map_or(Cause::Skipped, |bytes| Cause::Applied(xxh3_128(bytes)));
         self.step(run, at_us, index, cause, digest);

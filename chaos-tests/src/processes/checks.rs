@@ -146,13 +146,14 @@ pub(super) async fn check_recalled(
                 .context("no blocks")?;
             let backends = explained["backends"].as_array().context("no backends")?;
             let named = backends.iter().find(|backend| backend["id"] == engine);
-            let matched = named.and_then(|backend| backend["matched"].as_u64());
+            let matched = named.and_then(|backend| backend["matched_applied"].as_u64());
             ensure!(
                 matched == Some(all),
                 "replica {} believes {matched:?} of {all} blocks to be in {engine}, where replica {} \
-                 sent them",
+                 sent them {:?} ago: {explained:#}",
                 number + 1,
                 answered.replica + 1,
+                answered.sent.elapsed(),
             );
         }
     }

@@ -10,10 +10,13 @@ use super::access::ClusterSecrets;
 use super::options::{Addresses, ClusterOptions, Site};
 use crate::netns::NetnsNetwork;
 
+/// Ports of a replica.
+const PORTS: usize = 4;
 /// Ports on hosts of their own.
 const DATA_PORT: u16 = 7080;
 const ADMIN_PORT: u16 = 7081;
 const PEER_PORT: u16 = 7082;
+const EPP_PORT: u16 = 7083;
 const ENGINE_PORT: u16 = 7100;
 
 /// Addresses of everything.
@@ -41,17 +44,18 @@ impl Layout {
     }
 
     fn on_loopback(replicas: usize, engines: usize) -> anyhow::Result<Self> {
-        let ports = lab::ports::free(3 * replicas + engines)?;
+        let ports = lab::ports::free(PORTS * replicas + engines)?;
         let at = |port: u16| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-        let (replica_ports, engine_ports) = ports.split_at(3 * replicas);
+        let (replica_ports, engine_ports) = ports.split_at(PORTS * replicas);
         let of_replica = |ports: &[u16]| Addresses {
             data: at(ports[0]),
             admin: at(ports[1]),
             peer: at(ports[2]),
+            epp: at(ports[3]),
             peer_host: Ipv4Addr::LOCALHOST.to_string(),
         };
         Ok(Self {
-            replicas: replica_ports.chunks(3).map(of_replica).collect(),
+            replicas: replica_ports.chunks(PORTS).map(of_replica).collect(),
             engines: engine_ports.iter().map(|port| at(*port)).collect(),
             founders: Vec::new(),
             network: None,
@@ -66,6 +70,7 @@ impl Layout {
             Addresses {
                 data: (clients, DATA_PORT).into(),
                 admin: (clients, ADMIN_PORT).into(),
+                epp: (clients, EPP_PORT).into(),
                 peer: (network.peer_address(number), PEER_PORT).into(),
                 peer_host: host_name(number),
             }
@@ -155,13 +160,22 @@ pub(super) fn config(
     // Nobody else is in the namespaces of a test.
     let is_off_loopback = !own.admin.ip().is_loopback() || !own.peer.ip().is_loopback();
     let is_insecure = is_off_loopback && secrets.is_none();
+    // So do its clients' names hold, as on loopback.
+    let trusted = match is_off_loopback {
+        true => "trusted_proxies = [\"198.18.0.0/15\"]\n",
+        false => "",
+    };
     let has_keys = options.users_config.contains("api_keys_file");
     let keys = secrets.filter(|_| !has_keys).map(ClusterSecrets::users);
+    let epp = match options.has_pickers {
+        true => format!("epp = \"{}\"\n", own.epp),
+        false => String::new(),
+    };
     let mut text = format!(
         "insecure = {is_insecure}\n[node]\nid = {id}\ndata_dir = {:?}\n\n\
-         [listen]\ndata = \"{}\"\nadmin = \"{}\"\npeer = \"{}\"\nadvertise = {:?}\n\n\
+         [listen]\n{epp}data = \"{}\"\nadmin = \"{}\"\npeer = \"{}\"\nadvertise = {:?}\n\n\
          [cluster]\n{membership}\n{}\n\n\
-         [users]\nexpose = \"full\"\n{}\n{}\n",
+         [users]\nexpose = \"full\"\n{trusted}{}\n{}\n",
         data_dir.display().to_string(),
         own.data,
         own.admin,

@@ -189,6 +189,12 @@ impl ProcessCluster {
         self.layout.replicas[number].data
     }
 
+    /// Where the replicas are asked by gateways, with [`ClusterOptions::has_pickers`].
+    #[must_use]
+    pub fn picker_addrs(&self) -> Vec<SocketAddr> {
+        self.layout.replicas.iter().map(|it| it.epp).collect()
+    }
+
     /// How clients get in.
     #[must_use]
     pub fn access(&self) -> ClientAccess {

@@ -45,6 +45,8 @@ pub struct ClusterOptions {
     pub small_disk_mb: Option<u32>,
     /// Engines that somebody else runs, beside `engines`.
     pub outside_engines: &'static [SocketAddr],
+    /// Whether replicas are endpoint pickers for gateways too.
+    pub has_pickers: bool,
     /// Descriptors that a replica may have; `None`: as many as this process.
     pub descriptors: Option<u32>,
 }
@@ -65,6 +67,7 @@ impl Default for ClusterOptions {
             backend_config: "",
             small_disk_mb: None,
             outside_engines: &[],
+            has_pickers: false,
             descriptors: None,
         }
     }
@@ -75,6 +78,8 @@ impl Default for ClusterOptions {
 pub(super) struct Addresses {
     pub(super) data: SocketAddr,
     pub(super) admin: SocketAddr,
+    /// For gateways, if it is a picker.
+    pub(super) epp: SocketAddr,
     /// What it binds for peers.
     pub(super) peer: SocketAddr,
     /// What it tells peers in place of the address.

@@ -64,10 +64,15 @@ pub enum Fault {
     WrongClock,
     /// A member that is wrong, or a stranger, makes calls that no sound replica makes.
     Liar,
+    /// A StatefulSet wants another number of replicas; its API server may not answer for a while.
+    Scale,
+    /// A replica is started with another build, which knows later formats or fewer.
+    Upgrade,
 }
 
 impl Fault {
-    /// All of them, with how often each is drawn. Lies come beside the others, see [`LIES`].
+    /// All of them, with how often each is drawn. Lies come beside the others, see [`LIES`], and so
+    /// does what befalls all replicas of some worlds (`fleet.rs`).
     pub const ALL: &[(Self, u32)] = &[
         (Self::Crash, 16),
         (Self::CrashAll, 3),
@@ -96,6 +101,8 @@ impl Fault {
         (Self::FullDisk, 5),
         (Self::WrongClock, 5),
         (Self::Liar, 0),
+        (Self::Scale, 0),
+        (Self::Upgrade, 0),
     ];
 
     /// The next one, of those that `only` names; of all when it is empty.
@@ -142,7 +149,13 @@ impl Fault {
     pub fn ends_processes(self) -> bool {
         matches!(
             self,
-            Self::Crash | Self::CrashAll | Self::Bounce | Self::Leave | Self::FailDisk
+            Self::Crash
+                | Self::CrashAll
+                | Self::Bounce
+                | Self::Leave
+                | Self::FailDisk
+                | Self::Scale
+                | Self::Upgrade
         )
     }
 
@@ -192,6 +205,8 @@ pub enum Remedy {
     EndShortage(u8),
     /// The disk is mended, and the replica that took itself out starts again.
     MendDisk(u8),
+    /// The API server answers again.
+    AnswerScale,
 }
 
 impl Remedy {
@@ -199,7 +214,7 @@ impl Remedy {
     #[must_use]
     pub fn lets_lead(&self) -> bool {
         match self {
-            Self::RightClock(_) | Self::Quicken(_) | Self::QuickDisk(_) => true,
+            Self::RightClock(_) | Self::Quicken(_) | Self::QuickDisk(_) | Self::AnswerScale => true,
             Self::Start(_)
             | Self::Kill(_)
             | Self::Resume(_)
@@ -223,7 +238,9 @@ mod tests {
         for _ in 0..10_000 {
             drawn.insert(Fault::draw(&mut rng, &[]));
         }
-        drawn.insert(Fault::draw(&mut rng, &[Fault::Liar]));
+        for beside in [Fault::Liar, Fault::Scale, Fault::Upgrade] {
+            drawn.insert(Fault::draw(&mut rng, &[beside]));
+        }
         assert_eq!(drawn.len(), Fault::ALL.len());
         for fault in drawn {
             assert_eq!(Fault::named(&fault.to_string()), Some(fault));

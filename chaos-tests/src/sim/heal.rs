@@ -37,7 +37,7 @@ impl World {
         let mut asked = Vec::new();
         for (id, seat) in &self.seats {
             if let (false, Some(core), Some(handle)) =
-                (seat.is_gone, seat.machine.core(), seat.machine.handle())
+                (seat.is_out(), seat.machine.core(), seat.machine.handle())
             {
                 asked.push((*id, self.stage.read_all(seat.run, core, handle)));
             }
@@ -56,6 +56,7 @@ impl World {
         let links: Vec<_> = self.links_down.iter().copied().collect();
         self.apply_remedy(Remedy::Heal(links));
         self.soothe_all();
+        self.apply_remedy(Remedy::AnswerScale);
         let ids: Vec<u8> = self.seats.keys().copied().collect();
         for id in &ids {
             self.apply_remedy(Remedy::Resume(*id));
@@ -92,6 +93,10 @@ impl World {
 
     /// Replicas that the others removed do not come back.
     pub(super) fn retire(&mut self) {
+        if self.fleet.set.is_some() {
+            // They come back by themselves, or go.
+            return;
+        }
         for id in self.stage.take_removed() {
             self.bury(id);
         }
@@ -141,7 +146,7 @@ impl World {
     /// answer may still take place.
     fn unanswered(&self, asked: &[(u8, Arc<AtomicBool>)]) -> Result<(), String> {
         let is_waited_for = |(id, done): &&(u8, Arc<AtomicBool>)| {
-            !done.load(Ordering::Relaxed) && !self.seats.get(id).is_none_or(|seat| seat.is_gone)
+            !done.load(Ordering::Relaxed) && !self.seats.get(id).is_none_or(ReplicaSeat::is_out)
         };
         match asked.iter().find(is_waited_for) {
             Some((id, _)) => Err(format!("replica {id} has not answered")),
@@ -157,10 +162,14 @@ impl World {
             .as_ref()
             .map(|it| it.borrow().clone());
         let status = status.ok_or("nobody leads")?;
+        self.unscaled(&status)?;
         let members: BTreeSet<u8> = status.members.keys().copied().collect();
         let mut digests = BTreeSet::new();
         for (id, seat) in &self.seats {
-            if seat.is_gone {
+            if seat.is_out() {
+                if seat.is_scaled_away && seat.machine.is_on() {
+                    return Err(format!("replica {id} is scaled away and runs"));
+                }
                 continue;
             }
             if !members.contains(id) {
@@ -198,7 +207,7 @@ impl World {
                 .map_err(|why| format!("replica {id}: {why}"))?;
         }
         for id in members {
-            if self.seats.get(&id).is_none_or(|seat| seat.is_gone) {
+            if self.seats.get(&id).is_none_or(ReplicaSeat::is_out) {
                 return Err(format!("replica {id} is a member and gone"));
             }
         }
@@ -223,7 +232,7 @@ impl World {
         let keys = workload::keys();
         let (now_us, ledger) = (self.now_us(), self.ledger.clone());
         for (id, seat) in &self.seats {
-            let (false, Some(core)) = (seat.is_gone, seat.machine.core()) else {
+            let (false, Some(core)) = (seat.is_out(), seat.machine.core()) else {
                 continue;
             };
             let image = Arc::new(core.with_state(|state| StateImage::of(state, &keys)));

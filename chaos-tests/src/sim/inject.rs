@@ -7,6 +7,7 @@ use state::ids::ReplicaId;
 
 use super::faults::{Fault, LIES, Remedy};
 use super::network::{LOSS_PERMILLE_BAD, Link, LinkCut, REPEATS_PERMILLE_BAD};
+use super::plan::FleetKind;
 use super::reach::{self, Reachability};
 use super::workload::MembershipChange;
 use super::world::{ReplicaSeat, World};
@@ -36,6 +37,11 @@ impl World {
         if only.is_empty() && self.lies.below(LIES) == 0 {
             self.happen(Fault::Liar);
         }
+        if only.is_empty()
+            && let Some(change) = self.fleet.draw(self.plan.fleet)
+        {
+            self.happen(change);
+        }
         self.happen(fault);
     }
 
@@ -56,7 +62,13 @@ impl World {
         if !fault.lets_lead() && self.seats.values().any(is_barred) {
             return false;
         }
+        let is_operators = matches!(fault, Fault::Join | Fault::Promote | Fault::Remove);
+        if is_operators && self.plan.fleet != FleetKind::Plain {
+            return false;
+        }
         match fault {
+            Fault::Scale => self.scale(),
+            Fault::Upgrade => self.upgrade(),
             Fault::Crash => self.crash_one(3000),
             Fault::Bounce => self.crash_one(20),
             Fault::CrashAll => self.crash_all(),
@@ -238,7 +250,7 @@ impl World {
     }
 
     fn ids(&self) -> Vec<u8> {
-        let there = self.seats.iter().filter(|(_, seat)| !seat.is_gone);
+        let there = self.seats.iter().filter(|(_, seat)| !seat.is_out());
         there.map(|(id, _)| *id).collect()
     }
 
@@ -524,7 +536,7 @@ impl World {
         let now_us = self.now_us();
         // Who is removed but still runs may carry word between others.
         let there = self.seats.iter();
-        let there = there.filter(|(_, seat)| !seat.is_gone || seat.machine.is_on());
+        let there = there.filter(|(_, seat)| !seat.is_out() || seat.machine.is_on());
         let ids: Vec<u8> = there.map(|(id, _)| *id).collect();
         let ways = ids
             .iter()

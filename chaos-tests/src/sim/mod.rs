@@ -11,6 +11,7 @@
 //! at the end.
 
 pub mod faults;
+mod fleet;
 mod heal;
 mod inject;
 mod limits;
@@ -21,6 +22,7 @@ mod panics;
 pub mod plan;
 mod reach;
 mod remedies;
+mod rollout;
 mod run;
 mod spoil;
 pub mod trace;

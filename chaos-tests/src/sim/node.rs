@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use api::clock::Clock;
 use node::app::core::{CorePorts, ReplicaCore, Witness};
+use node::app::scaling::ScaleSource;
 use node::config::Config;
 use raft::{MemoryDisk, Storage};
 use state::ids::SessionId;
@@ -123,6 +124,10 @@ pub struct StartOptions {
     pub session: SessionId,
     /// Seed of hashes, should it form the cluster.
     pub hash_seed: u64,
+    /// Newest format of the log that its build knows.
+    pub format: u8,
+    /// Says which replicas there are to be, if anybody does.
+    pub scale: Option<Arc<dyn ScaleSource>>,
     /// Sees the state change.
     pub witness: Arc<dyn Witness>,
 }
@@ -166,6 +171,8 @@ impl Machine {
             hash_secret: HashSecret::of_number(start.hash_seed),
             clock: Clock::of(move || wall.unix_ms()),
             dialer: api::backends::EngineDialer::default(),
+            format: start.format,
+            scale: start.scale,
             witness: Some(start.witness),
         };
         let starting = Starting::default();

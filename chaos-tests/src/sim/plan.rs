@@ -16,12 +16,25 @@ use super::network::address_of;
 
 /// What separates these draws from others under the same seed.
 const RNG_LABEL: u64 = 0x706c_616e;
+/// What separates the draw of the fleet's kind, which came later.
+const FLEET_LABEL: u64 = 0x6b69_6e64;
 /// Time between faults, on average, milliseconds.
 const FAULT_GAPS_MS: [u64; 4] = [300, 600, 1000, 2000];
 /// Log entries between snapshots: the lesser ones have logs purged under replicas that are away.
 const SNAPSHOT_EVERY: [u32; 5] = [20, 60, 200, 600, 10_000];
 /// Tokens (or bytes, of text) per block.
 pub const BLOCK_SIZE: u32 = 16;
+
+/// What becomes of the replicas of a world as a whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FleetKind {
+    /// An operator adds and removes some.
+    Plain,
+    /// A StatefulSet scales them.
+    Scaled,
+    /// They are of several builds, which change.
+    Mixed,
+}
 
 /// What the seed decides of a world.
 #[derive(Debug, Clone)]
@@ -39,6 +52,8 @@ pub struct WorldPlan {
     pub is_network_bad: bool,
     /// Seed of all hashes of the cluster.
     pub hash_seed: u64,
+    /// What becomes of all replicas.
+    pub fleet: FleetKind,
     snapshot_every: u32,
     snapshot_every_bytes: u64,
     heartbeat_ms: u64,
@@ -72,7 +87,18 @@ impl WorldPlan {
             policy: one_of(PolicyConfig::defaults().len()),
             sync_us: [50, 300, 2_000, 8_000][one_of(4)],
             hash_seed: rng.next_u64(),
+            fleet: match Rng::new(seed, FLEET_LABEL).below(8) {
+                0 | 1 => FleetKind::Scaled,
+                2 | 3 => FleetKind::Mixed,
+                _ => FleetKind::Plain,
+            },
         }
+    }
+
+    /// Most voters that a leader makes by itself.
+    #[must_use]
+    pub fn voters_max(&self) -> u8 {
+        self.voters + 2
     }
 
     /// How the replica `id` is configured; `joins` has it join what `members` have
@@ -104,6 +130,13 @@ impl WorldPlan {
         config.cluster.flush_interval = Parsed(ms(self.flush_ms));
         config.cluster.snapshot_every = self.snapshot_every;
         config.cluster.snapshot_every_bytes = Parsed(self.snapshot_every_bytes);
+        if self.fleet == FleetKind::Scaled {
+            config.cluster.auto_promote = true;
+            config.cluster.promote_after = Parsed(ms(1000));
+            config.cluster.voters_max = self.voters_max();
+            config.cluster.statefulset.name = Some("quorate".to_owned());
+            config.cluster.statefulset.remove_absent_after = Parsed(ms(3000));
+        }
         config.policy = PolicyConfig::defaults()[self.policy].clone();
         config.models = vec![ModelSettings {
             name: "*".to_owned(),

@@ -37,6 +37,11 @@ impl World {
             Remedy::Soothe(links) | Remedy::Quicken(links) => self.soothe(&links),
             Remedy::QuickDisk(id) => self.seats[&id].pace.recover(),
             Remedy::EndShortage(id) => self.seats[&id].machine.disk.run_short(None),
+            Remedy::AnswerScale => {
+                if let Some(set) = &self.fleet.set {
+                    set.answers(true);
+                }
+            }
             Remedy::MendDisk(id) => {
                 self.kill(id);
                 if let Some(seat) = self.seats.get_mut(&id) {

@@ -17,7 +17,7 @@ impl World {
     pub(super) fn lose_state(&mut self) -> bool {
         let is_sound = |seat: &ReplicaSeat| {
             let is_up = seat.machine.core().is_some();
-            seat.is_gone || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
+            seat.is_out() || (is_up && !seat.is_spoiled.load(Ordering::Relaxed))
         };
         if !self.seats.values().all(is_sound) || !self.remedies.values().all(Remedy::lets_lead) {
             return false;
@@ -27,7 +27,7 @@ impl World {
             let status = seat.status.as_ref().map(|status| status.borrow());
             status.is_some_and(|it| it.leader == leader && it.has_quorum)
         };
-        let mut members = self.seats.values().filter(|seat| !seat.is_gone);
+        let mut members = self.seats.values().filter(|seat| !seat.is_out());
         if leader.is_none() || !members.all(follows) {
             return false;
         }

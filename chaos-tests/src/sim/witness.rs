@@ -15,6 +15,8 @@ use crate::oracle::observation::ReplicaRun;
 
 /// A state is looked through once in so many entries.
 const LOOK_THROUGH_EVERY: u64 = 16;
+/// Where a snapshot has its version: behind eight bytes that say what it is.
+const SNAPSHOT_VERSION_AT: usize = 8;
 
 /// The record of a world, and the first thing that was found wrong. Clones share it.
 #[derive(Clone, Default)]
@@ -148,8 +150,21 @@ impl Witness for RunWatcher {
             ),
         );
         self.ledger.with(|record| {
-            record.observation.restored(now_us, self.run, index, digest);
+            let observation = &mut record.observation;
+            observation.restored(now_us, self.run, index, digest);
+            if let Some(known) = observation.builds.get(&self.replica()) {
+                let restored = (self.run, snapshot_version(state), *known);
+                observation.snapshots.push(restored);
+            }
         });
         self.look_through(state);
     }
+}
+
+/// The version of the snapshot that holds a state.
+fn snapshot_version(state: &RouterState) -> u16 {
+    let mut bytes = Vec::new();
+    let written = state.freeze().write_to(&mut bytes);
+    written.expect("writing into memory cannot fail");
+    u16::from_le_bytes([bytes[SNAPSHOT_VERSION_AT], bytes[SNAPSHOT_VERSION_AT + 1]])
 }

@@ -14,10 +14,11 @@ use raft::{MemoryDisk, Role, Status};
 use state::ids::{ReplicaId, SessionId};
 
 use super::faults::{Fault, Remedy};
+use super::fleet::FleetDriver;
 use super::network::SimNetwork;
 use super::node::{Machine, SimTime, StartOptions, Stepped};
 use super::panics;
-use super::plan::{DiskSpeed, WorldPlan};
+use super::plan::{DiskSpeed, FleetKind, WorldPlan};
 use super::reach::Reach;
 use super::trace::Trace;
 use super::witness::{RecordKeeper, RunWatcher};
@@ -32,7 +33,7 @@ const LOOK_EVERY_US: u64 = 200_000;
 /// From one look into a state to the next.
 const IMAGE_EVERY_US: u64 = 2_000_000;
 /// Most replicas there ever are at once.
-const REPLICAS_MAX: usize = 7;
+pub(super) const REPLICAS_MAX: usize = 7;
 /// What separates the world's draws from others under the same seed.
 const RNG_LABEL: u64 = 0x776f_726c;
 /// What separates lies from other draws under the same seed.
@@ -80,6 +81,8 @@ pub(super) struct ReplicaSeat {
     pub(super) is_struck: bool,
     /// Whether it is never to come back.
     pub(super) is_gone: bool,
+    /// Whether its pod is wanted no more, for now.
+    pub(super) is_scaled_away: bool,
     /// Whether its disk takes no writes.
     pub(super) is_disk_bad: bool,
     /// What it was said to be last.
@@ -89,6 +92,11 @@ pub(super) struct ReplicaSeat {
 }
 
 impl ReplicaSeat {
+    /// Whether it is no part of the cluster, or is not to be.
+    pub(super) fn is_out(&self) -> bool {
+        self.is_gone || self.is_scaled_away
+    }
+
     /// Whether its replica knows that its state is wrong.
     pub(super) fn is_in_doubt(&self) -> bool {
         let core = self.machine.core_at_rest();
@@ -119,6 +127,7 @@ pub struct World {
     pub(super) reach: Reach,
     pub(super) counts: WorldCounts,
     pub(super) stage: WorkloadDriver,
+    pub(super) fleet: FleetDriver,
     planned: u64,
 }
 
@@ -129,7 +138,14 @@ impl World {
     /// When a folder or config cannot be made.
     pub fn new(options: WorldOptions) -> anyhow::Result<Self> {
         let seed = options.seed;
-        let plan = WorldPlan::of(seed);
+        let mut plan = WorldPlan::of(seed);
+        if options.only.contains(&Fault::Scale) {
+            plan.fleet = FleetKind::Scaled;
+        } else if options.only.contains(&Fault::Upgrade) {
+            plan.fleet = FleetKind::Mixed;
+        } else if !options.only.is_empty() || options.is_calm {
+            plan.fleet = FleetKind::Plain;
+        }
         raft::random::seed(Rng::new(seed, RAFT_LABEL).next_u64());
         panics::watch();
         let (time, trace) = (SimTime::default(), Trace::new(options.is_traced));
@@ -154,12 +170,14 @@ impl World {
             reach: Reach::default(),
             counts: WorldCounts::default(),
             stage: WorkloadDriver::new(scene),
+            fleet: FleetDriver::new(seed, plan.fleet, plan.voters),
             planned: 0,
             plan,
         };
         let founders: Vec<u8> = (1..=world.plan.voters).collect();
         for id in &founders {
             world.build(*id, &founders, false)?;
+            world.install(*id);
             let wait_us = 1000 * world.rng.below(200);
             world.remedy_in(wait_us, Remedy::Start(*id));
         }
@@ -214,6 +232,7 @@ impl World {
             is_spoiled: Arc::default(),
             is_struck: false,
             is_gone: false,
+            is_scaled_away: false,
             is_disk_bad: false,
             said: None,
             voters: Vec::new(),
@@ -335,10 +354,14 @@ impl World {
         seat.said = Some(said);
         let voters = status.members.iter().filter(|(_, it)| it.is_voter);
         let voters: Vec<u8> = voters.map(|(id, _)| *id).collect();
+        let leading = (status.role == Role::Leader).then(|| status.clone());
         drop(status);
         if seat.voters != voters {
             seat.voters = voters;
             self.observe_reach();
+        }
+        if let Some(status) = leading {
+            self.observe_scale(&status);
         }
     }
 
@@ -374,7 +397,7 @@ impl World {
         let Some(seat) = self.seats.get_mut(&id) else {
             return;
         };
-        if seat.machine.is_on() || seat.is_gone || seat.is_disk_bad {
+        if seat.machine.is_on() || seat.is_out() || seat.is_disk_bad {
             return;
         }
         let run = ReplicaRun {
@@ -393,7 +416,11 @@ impl World {
         seat.run = run;
         seat.is_spoiled = watcher.is_spoiled();
         seat.said = None;
+        let format = self.install(id);
+        let scale = self.fleet.set.clone();
         let start = StartOptions {
+            format,
+            scale: scale.map(|set| Arc::new(set) as _),
             session: SessionId(Rng::new(self.plan.seed, label).next_u64()),
             hash_seed: self.plan.hash_seed,
             witness: Arc::new(watcher),
@@ -408,7 +435,9 @@ impl World {
         }
         self.counts.starts += 1;
         super::log::on(id, now_us);
-        seat.machine.start(&self.network, now_us, start);
+        if let Some(seat) = self.seats.get_mut(&id) {
+            seat.machine.start(&self.network, now_us, start);
+        }
         super::log::off();
         self.observe_reach();
     }

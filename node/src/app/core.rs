@@ -15,6 +15,7 @@ use api::backends::{Backends, EngineDialer, ProbeSettings};
 use api::clock::Clock;
 use api::divergence::Digests;
 use api::events::EventBus;
+use api::figures::FigureBoard;
 use api::ports::{Cluster, Propose};
 use api::proxy::LoggedRequests;
 use api::routing::{OutboxSettings, OutboxStatus, Router, RouterParts};
@@ -32,6 +33,7 @@ use super::leadership::hand_over;
 pub use super::machine::Witness;
 use super::machine::{RouterMachine, SharedState};
 use super::ports::LogPort;
+use super::scaling::{ScaleSource, Scaling};
 use super::{absence, formation, formats, judge, readers, registration};
 use crate::config::Config;
 use crate::planted::{self, Bug};
@@ -59,6 +61,11 @@ pub struct CorePorts {
     pub clock: Clock,
     /// How engines with TLS are connected to.
     pub dialer: EngineDialer,
+    /// Newest format of the log that this replica knows, and says that it knows: that of this build,
+    /// or in simulations that of an earlier one.
+    pub format: u8,
+    /// Who says which replicas there are to be; `None`: nobody does.
+    pub scale: Option<Arc<dyn ScaleSource>>,
     /// Observer of every change of the state; `None` in production.
     pub witness: Option<Arc<dyn Witness>>,
 }
@@ -75,6 +82,8 @@ impl CorePorts {
             hash_secret: HashSecret::new(rand::random()),
             clock: Clock::default(),
             dialer: EngineDialer::default(),
+            format: state::codec::FORMAT_VERSION,
+            scale: None,
             witness: None,
         }
     }
@@ -90,6 +99,7 @@ pub struct ReplicaCore {
     stops: CoreShutdown,
     tasks: TaskTracker,
     outbox: JoinHandle<OutboxStatus>,
+    scaling: Option<Arc<Scaling>>,
 }
 
 /// Stop signals, in this order.
@@ -110,6 +120,7 @@ struct CoreParts {
     admission: Arc<Admission>,
     events: EventBus,
     clocks: Arc<ClusterClocks>,
+    figures: Arc<FigureBoard>,
 }
 
 impl CoreParts {
@@ -162,6 +173,7 @@ impl CoreParts {
             admission,
             events,
             clocks,
+            figures: Arc::default(),
         }
     }
 
@@ -172,6 +184,7 @@ impl CoreParts {
             admission: Arc::clone(&self.admission),
             digests: Arc::clone(&self.shared.digests),
             clocks: Arc::clone(&self.clocks),
+            figures: Arc::clone(&self.figures),
         })
     }
 }
@@ -191,6 +204,8 @@ impl ReplicaCore {
             hash_secret,
             clock,
             dialer,
+            format,
+            scale,
             witness,
         } = ports;
         let hashing = BlockHasher {
@@ -205,17 +220,20 @@ impl ReplicaCore {
         let clock = clocks.clock();
         let parts = CoreParts::new(&config, session, Arc::clone(&clocks), dialer);
         let first = formation::first_command(&config, session, hashing, &clock);
-        let options = formation::raft_options(&config, transport.local_addr(), storage, &first);
-        let machine = RouterMachine::new(Arc::clone(&parts.shared), witness);
+        let mut options = formation::raft_options(&config, transport.local_addr(), storage, &first);
+        options.labels.extend([formats::label(format)]);
+        let machine = RouterMachine::new(Arc::clone(&parts.shared), witness).knowing(format);
         let replica = Replica::start(options, transport, Box::new(machine), parts.inbox()).await;
         let replica = replica.map_err(explain_start)?;
-        let port = Arc::new(LogPort::new(
+        let scaling = Scaling::new(&config, scale);
+        let port = LogPort::new(
             config.id,
             session,
             replica.clone(),
             Arc::clone(&parts.shared),
             clocks,
-        ));
+        );
+        let port = Arc::new(port.scaled(scaling.clone()));
         let stops = CoreShutdown::default();
         let (router, no_more) = (Arc::clone(&parts.router), stops.no_more_facts.clone());
         let propose: Arc<dyn Propose> = Arc::clone(&port) as _;
@@ -228,6 +246,7 @@ impl ReplicaCore {
             clock,
             stops,
             tasks: TaskTracker::new(),
+            scaling,
         };
         core.spawn_loops(config);
         Ok(core)
@@ -247,7 +266,7 @@ impl ReplicaCore {
             ),
             Arc::clone(&parts.admission),
             Arc::clone(&parts.shared.digests),
-            Arc::clone(&parts.clocks),
+            (Arc::clone(&parts.clocks), Arc::clone(&parts.figures)),
             stop(),
         ));
         let (admission, stopped) = (Arc::clone(&parts.admission), stop());
@@ -263,6 +282,11 @@ impl ReplicaCore {
         let (backends, file) = (config.backends, config.file);
         let registering = registration::register(self.cluster(), view, backends, file, stop());
         tasks.spawn(registering);
+        if let Some(scaling) = self.scaling.clone() {
+            // It does not come back while it leaves.
+            let stopped = self.stops.no_more_facts.clone();
+            tasks.spawn(scaling.follow(self.replica.clone(), stopped));
+        }
     }
 
     /// Returns the log and its members.
@@ -314,6 +338,13 @@ impl ReplicaCore {
         &self.parts.events
     }
 
+    /// Returns the figures of this replica and its peers. Nobody fills in this replica's but
+    /// `super::figures`.
+    #[must_use]
+    pub fn figures(&self) -> &Arc<FigureBoard> {
+        &self.parts.figures
+    }
+
     /// Returns the cluster's clock.
     #[must_use]
     pub fn clock(&self) -> &Clock {
@@ -344,8 +375,8 @@ impl ReplicaCore {
         self.tasks.spawn(task);
     }
 
-    /// Leaves gracefully: answers waiting requests, transfers leadership, flushes updates and
-    /// closes the store.
+    /// Leaves gracefully: answers waiting requests, transfers leadership, flushes updates, leaves the
+    /// cluster if it is wanted no more, and closes the store.
     pub async fn stop(mut self) {
         self.parts.admission.leave_all();
         hand_over(&self.replica).await;
@@ -353,7 +384,8 @@ impl ReplicaCore {
         self.end().await;
     }
 
-    /// Commits the remaining updates. No more may arrive after that.
+    /// Commits the remaining updates, and leaves the cluster if it is wanted no more. No more updates
+    /// may arrive after that.
     pub(super) async fn flush(&mut self) {
         self.stops.no_more_facts.cancel();
         match (&mut self.outbox).await {
@@ -366,11 +398,16 @@ impl ReplicaCore {
             }
             Err(error) => tracing::error!(%error, "outbox failed"),
         }
+        // A member to the last update: nobody else may propose.
+        if let Some(scaling) = &self.scaling {
+            scaling.leave(&self.replica).await;
+        }
     }
 
     /// Ends everything immediately and closes the store.
     pub(super) async fn end(self) {
         self.outbox.abort();
+        self.stops.no_more_facts.cancel();
         self.stops.all.cancel();
         self.tasks.close();
         let ended = tokio::time::timeout(STOP_DEADLINE, self.tasks.wait()).await;

@@ -3,10 +3,12 @@
 //! They travel in one message, because a slow peer receives only the newest one, so none can
 //! displace the others. Layout: a version byte; the length of the digest claim in one byte; the
 //! claim (see [`Digests::message`]); from version 2 on, the length of the backlog in two bytes,
-//! little-endian, and the backlog (see [`backlog::encode`]); in version 3 the length of the load
+//! little-endian, and the backlog (see [`backlog::encode`]); in version 3 on the length of the load
 //! report in four bytes, little-endian; then the load report (see [`LoadTable::local_report`]), in
-//! versions 1 and 2 up to the end; then in version 3 the shares (see [`share_reports`]) up to the
-//! end. Version 3 is sent once all members have said that they know log format
+//! versions 1 and 2 up to the end; then from version 3 on the shares (see [`share_reports`]), in version 4
+//! after their length in four bytes, little-endian, otherwise up to the end; then in version 4 the
+//! figures for people (see [`api::figures`]) up to the end. Version 4 is sent once all members have
+//! said that they know it ([`formats::all_know_messages`]), and version 3 once all members have said that they know log format
 //! [`SHARES_SINCE_FORMAT`]. Before, a message while nothing waits has version 1, which every version
 //! can read; it implies an empty backlog.
 //!
@@ -17,6 +19,7 @@ use std::time::Duration;
 
 use api::admission::{Admission, backlog};
 use api::divergence::Digests;
+use api::figures::FigureBoard;
 use api::routing::{LoadReporter, LoadTable, Shares, share_reports};
 use bytes::Bytes;
 use raft::{PeerHandler, Replica, Status};
@@ -25,7 +28,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::clocks::ClusterClocks;
-use super::formats;
+use super::formats::{self, VERSION_FIGURES};
 use super::ticks::every;
 
 /// Interval at which this replica's load and backlog are checked.
@@ -52,6 +55,8 @@ pub(super) struct GossipInbox {
     pub(super) admission: Arc<Admission>,
     /// Compares the peers' digests with this replica's.
     pub(super) digests: Arc<Digests>,
+    /// Receives the peers' figures.
+    pub(super) figures: Arc<FigureBoard>,
     /// Compares the peers' clocks with this replica's.
     pub(super) clocks: Arc<ClusterClocks>,
 }
@@ -67,6 +72,11 @@ impl PeerHandler for GossipInbox {
             && let Err(error) = self.digests.receive(peer, message.claim)
         {
             tracing::warn!(peer = from, %error, "could not decode a peer's digest");
+        }
+        if !message.figures.is_empty()
+            && let Err(error) = self.figures.hear(peer, message.figures, now)
+        {
+            tracing::warn!(peer = from, %error, "could not decode a peer's figures");
         }
         // Before the load, which wakes those who look for a place.
         if !message.shares.is_empty()
@@ -99,6 +109,8 @@ pub(super) struct GossipMessage<'a> {
     pub(super) load: &'a [u8],
     /// Empty: none were told.
     pub(super) shares: &'a [u8],
+    /// Empty: none were told.
+    pub(super) figures: &'a [u8],
 }
 
 impl<'a> GossipMessage<'a> {
@@ -109,17 +121,18 @@ impl<'a> GossipMessage<'a> {
         let (claim, rest) = rest.split_at_checked(usize::from(*length))?;
         let (backlog, rest) = match *version {
             VERSION_IDLE => (&[][..], rest),
-            VERSION_BACKLOGGED | VERSION_SHARES => {
+            VERSION_BACKLOGGED | VERSION_SHARES | VERSION_FIGURES => {
                 let (length, rest) = rest.split_first_chunk()?;
                 rest.split_at_checked(usize::from(u16::from_le_bytes(*length)))?
             }
             _ => return None,
         };
-        let (load, shares) = match *version {
-            VERSION_SHARES => {
-                let (length, rest) = rest.split_first_chunk()?;
-                rest.split_at_checked(usize::try_from(u32::from_le_bytes(*length)).ok()?)?
-            }
+        let (load, rest) = match *version {
+            VERSION_SHARES | VERSION_FIGURES => split_long(rest)?,
+            _ => (rest, &[][..]),
+        };
+        let (shares, figures) = match *version {
+            VERSION_FIGURES => split_long(rest)?,
             _ => (rest, &[][..]),
         };
         Some(Self {
@@ -127,16 +140,19 @@ impl<'a> GossipMessage<'a> {
             backlog,
             load,
             shares,
+            figures,
         })
     }
 
     pub(super) fn write(self) -> Bytes {
         let length = |part: &[u8]| u8::try_from(part.len());
         let claim_length = length(self.claim).expect("a digest claim has a fixed length below 256");
-        let lengths = 2 + 2 + 4;
+        let lengths = 2 + 2 + 4 + 4;
         let parts = self.claim.len() + self.backlog.len() + self.load.len() + self.shares.len();
+        let parts = parts + self.figures.len();
         let mut bytes = Vec::with_capacity(lengths + parts);
         let version = match (self.backlog.is_empty(), self.shares.is_empty()) {
+            _ if !self.figures.is_empty() => VERSION_FIGURES,
             (true, true) => VERSION_IDLE,
             (false, true) => VERSION_BACKLOGGED,
             (_, false) => VERSION_SHARES,
@@ -149,15 +165,29 @@ impl<'a> GossipMessage<'a> {
             bytes.extend(backlog_length.to_le_bytes());
             bytes.extend(self.backlog);
         }
-        if version == VERSION_SHARES {
-            let load_length = u32::try_from(self.load.len());
-            let load_length = load_length.expect("a load report is bounded by the slots");
-            bytes.extend(load_length.to_le_bytes());
+        let long_length = |part: &[u8]| {
+            let length = u32::try_from(part.len());
+            length
+                .expect("reports are bounded by the slots")
+                .to_le_bytes()
+        };
+        if matches!(version, VERSION_SHARES | VERSION_FIGURES) {
+            bytes.extend(long_length(self.load));
         }
         bytes.extend(self.load);
+        if version == VERSION_FIGURES {
+            bytes.extend(long_length(self.shares));
+        }
         bytes.extend(self.shares);
+        bytes.extend(self.figures);
         Bytes::from(bytes)
     }
+}
+
+/// A part after its length in four bytes, and what follows it.
+fn split_long(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (length, rest) = bytes.split_first_chunk()?;
+    rest.split_at_checked(usize::try_from(u32::from_le_bytes(*length)).ok()?)
 }
 
 /// Updates the clocks and replicated time, and sends messages to the peers until `stop`. A change
@@ -169,7 +199,7 @@ pub(super) async fn tell(
     (load, shares): (Arc<LoadTable>, Arc<Shares>),
     admission: Arc<Admission>,
     digests: Arc<Digests>,
-    clocks: Arc<ClusterClocks>,
+    (clocks, figures): (Arc<ClusterClocks>, Arc<FigureBoard>),
     stop: CancellationToken,
 ) {
     let mut ticks = every(INTERVAL);
@@ -198,11 +228,16 @@ pub(super) async fn tell(
             None => continue,
         };
         let claim = digests.message();
+        let figures = match formats::all_know_messages(&status, VERSION_FIGURES) {
+            true => figures.report(),
+            false => Arc::default(),
+        };
         let message = GossipMessage {
             claim: claim.as_ref().map_or(&[][..], |claim| &claim[..]),
             backlog: &backlog,
             load: &load,
             shares: &share_report,
+            figures: &figures,
         };
         replica.broadcast(message.write());
         (told, told_shares) = (backlog, share_report);
@@ -225,13 +260,16 @@ mod tests {
         for claim in parts {
             for backlog in parts {
                 for (load, shares) in parts.into_iter().zip(parts) {
-                    let message = GossipMessage {
-                        claim,
-                        backlog,
-                        load,
-                        shares,
-                    };
-                    assert_eq!(GossipMessage::read(&message.write()), Some(message));
+                    for figures in parts {
+                        let message = GossipMessage {
+                            claim,
+                            backlog,
+                            load,
+                            shares,
+                            figures,
+                        };
+                        assert_eq!(GossipMessage::read(&message.write()), Some(message));
+                    }
                 }
             }
         }
@@ -244,6 +282,7 @@ mod tests {
             backlog: b"",
             load: b"load",
             shares: b"",
+            figures: b"",
         };
         assert_eq!(&message.write()[..], b"\x01\x02clload");
     }
@@ -255,8 +294,22 @@ mod tests {
             backlog: b"b",
             load: b"load",
             shares: b"shares",
+            figures: b"",
         };
         let expected = b"\x03\x02cl\x01\x00b\x04\x00\x00\x00loadshares";
+        assert_eq!(&message.write()[..], expected);
+    }
+
+    #[test]
+    fn a_message_with_figures_is_one_of_version_4() {
+        let message = GossipMessage {
+            claim: b"cl",
+            backlog: b"b",
+            load: b"load",
+            shares: b"shares",
+            figures: b"figures",
+        };
+        let expected = b"\x04\x02cl\x01\x00b\x04\x00\x00\x00load\x06\x00\x00\x00sharesfigures";
         assert_eq!(&message.write()[..], expected);
     }
 
@@ -267,6 +320,8 @@ mod tests {
             b"\x01",
             b"\x03\x00",
             b"\x04\x00",
+            b"\x04\x00\x00\x00\x00\x00\x00\x00\x05\x00\x00\x00four",
+            b"\x05\x00",
             b"\x03\x00\x00\x00\x05\x00\x00\x00load",
             b"\x01\x05abc",
             b"\x02\x00\x01",

@@ -9,15 +9,15 @@ use api::backends::ProbeSettings;
 use api::clock::Clock;
 use api::proxy::{AllowedOrigins, IpPrefix, ProxyLimits, ProxySettings};
 use http::StatusCode;
-use raft::{Formation, Peers, ReplicaOptions, Storage};
+use raft::{Formation, Peers, Promotion, ReplicaOptions, Storage};
 use state::admission::RetryAllowance;
 use state::command::{Command, Envelope, Founding, Lane, Origin};
 use state::ids::SessionId;
 use state::prefix::BlockHasher;
 use state::users::FairnessSettings;
 
-use super::formats;
 use super::ports::FIRST_COMMAND_SEQ;
+use super::{formats, scaling};
 use crate::config::{self, Config, RetryConfig};
 
 /// Returns the options of a Raft replica that peers reach at `peer` and that forms a cluster with
@@ -36,7 +36,9 @@ pub(super) fn raft_options(
         false => format!("http://{}", at(port)),
     };
     let (data, admin) = (&config.tls.data.cert_file, &config.tls.admin.cert_file);
-    let labels = BTreeMap::from([
+    let set = config.cluster.statefulset.name.as_ref();
+    let set = set.map(|name| (scaling::LABEL.to_owned(), name.clone()));
+    let labels = [
         (
             "data".to_owned(),
             url(config.listen.data.port(), data.is_some()),
@@ -46,8 +48,9 @@ pub(super) fn raft_options(
             url(config.listen.admin.port(), admin.is_some()),
         ),
         ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
-        formats::label(),
-    ]);
+        formats::messages_label(),
+    ];
+    let labels: BTreeMap<_, _> = labels.into_iter().chain(set).collect();
     let formation = match &config.formation {
         config::Formation::Alone => Formation::Bootstrap {
             peers: Peers::List(vec![advertise.clone()]),
@@ -74,6 +77,10 @@ pub(super) fn raft_options(
         labels,
         formation,
         replaces_lost: config.cluster.replace_lost,
+        promotion: config.cluster.auto_promote.then(|| Promotion {
+            after: *config.cluster.promote_after,
+            voters_max: config.cluster.voters_max.into(),
+        }),
         heartbeat: *config.cluster.heartbeat,
         election_timeout: config.cluster.election_timeout.0.clone(),
         snapshot_every_entries: config.cluster.snapshot_every.into(),

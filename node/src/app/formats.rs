@@ -12,9 +12,12 @@ use std::time::Duration;
 
 use api::routing::Dispatcher;
 use raft::{Member, Replica, Status};
-use state::codec::{FORMAT_VERSION, FORMAT_VERSION_COMMON, format_of};
+use state::codec::{FORMAT_VERSION_COMMON, format_of};
 use state::command::Command;
 use tokio_util::sync::CancellationToken;
+
+use super::ticks::every;
+use crate::planted::{self, Bug};
 
 /// From one look at the members to the next.
 const FOLLOW_EVERY: Duration = Duration::from_secs(1);
@@ -22,17 +25,34 @@ const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 const BELIEFS_SINCE_FORMAT: u8 = 10;
 /// Name of the label.
 const LABEL: &str = "format";
+/// Newest version of the messages between replicas that this build reads: those with figures.
+pub(super) const VERSION_FIGURES: u8 = 4;
+/// Name of the label with that version.
+const MESSAGES_LABEL: &str = "messages";
 
-/// Returns the label of this build.
-pub(super) fn label() -> (String, String) {
-    (LABEL.to_owned(), FORMAT_VERSION.to_string())
+/// Returns the label of a build that knows this format.
+pub(super) fn label(own: u8) -> (String, String) {
+    (LABEL.to_owned(), own.to_string())
+}
+
+/// Returns the label of the messages that this build can read.
+pub(super) fn messages_label() -> (String, String) {
+    (MESSAGES_LABEL.to_owned(), VERSION_FIGURES.to_string())
+}
+
+/// Whether all members have announced that they can read messages of this version. Only asked of
+/// versions from [`VERSION_FIGURES`] on, which builds without the label cannot read.
+pub(super) fn all_know_messages(status: &Status, version: u8) -> bool {
+    let told = |member: &Member| member.labels.get(MESSAGES_LABEL)?.parse::<u8>().ok();
+    let mut members = status.members.values();
+    members.all(|member| told(member).is_some_and(|known| known >= version))
 }
 
 /// Returns an error that lists the members that cannot decode `command`, if any. This replica,
 /// whose status is passed, can.
 pub(super) fn check(command: &Command, status: &dyn Fn() -> Status) -> Result<(), String> {
     let needed = format_of(command);
-    if needed <= FORMAT_VERSION_COMMON {
+    if needed <= FORMAT_VERSION_COMMON || planted::is(Bug::FormatSentEarly) {
         return Ok(());
     }
     let status = status();
@@ -70,7 +90,7 @@ pub(super) fn all_know(status: &Status, format: u8) -> bool {
 /// Has `dispatcher` tell which predictions held once all members can read it, until `stop`. The item
 /// goes with others in a batch, which one that cannot be read would hold back.
 pub(super) async fn follow(replica: Replica, dispatcher: Arc<Dispatcher>, stop: CancellationToken) {
-    let mut ticks = tokio::time::interval(FOLLOW_EVERY);
+    let mut ticks = every(FOLLOW_EVERY);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {
         let status = replica.status();
         let is_known = !status.members.is_empty() && all_know(&status, BELIEFS_SINCE_FORMAT);
@@ -87,6 +107,7 @@ fn known(member: &Member) -> u8 {
 #[cfg(test)]
 mod tests {
     use raft::Role;
+    use state::codec::FORMAT_VERSION;
     use state::ids::{ApiKeyId, RestoreId};
 
     use super::*;
@@ -141,6 +162,27 @@ mod tests {
     }
 
     #[test]
+    fn figures_wait_for_all_members_to_read_them() {
+        let mut status = status(1, &[Some(9), Some(10)]);
+        let known = |status: &Status| all_know_messages(status, VERSION_FIGURES);
+        assert!(!known(&status));
+        let mut members = status.members.values_mut();
+        let mut tells = |version: &str| {
+            let member = members.next().unwrap();
+            let label = MESSAGES_LABEL.to_owned();
+            member.labels.insert(label, version.to_owned());
+        };
+        tells("4");
+        tells("5");
+        assert!(known(&status));
+        let first = status.members.values_mut().next().unwrap();
+        first
+            .labels
+            .insert(MESSAGES_LABEL.to_owned(), "3".to_owned());
+        assert!(!known(&status));
+    }
+
+    #[test]
     fn a_restore_waits_for_all_members_to_read_every_backup_that_this_build_does() {
         let restore = RestoreId(1);
         let begin = Command::BeginRestoreOfKeys {
@@ -165,6 +207,9 @@ mod tests {
     fn what_every_build_knows_waits_for_nobody() {
         let command = Command::AssignReaders(Vec::new());
         assert_eq!(check(&command, &|| unreachable!("nobody is asked")), Ok(()));
-        assert_eq!(label(), ("format".to_owned(), FORMAT_VERSION.to_string()));
+        assert_eq!(
+            label(FORMAT_VERSION),
+            ("format".to_owned(), FORMAT_VERSION.to_string())
+        );
     }
 }

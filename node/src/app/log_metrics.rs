@@ -1,7 +1,7 @@
 //! Metrics of the log and of the disk that it is on, read at each scrape.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
@@ -19,6 +19,21 @@ impl fmt::Debug for LogMetrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("LogMetrics")
     }
+}
+
+/// How full a disk is.
+pub(super) struct DiskSpace {
+    pub(super) free_bytes: u64,
+    pub(super) size_bytes: u64,
+}
+
+/// Reads how full the disk is that `folder` is on; `None`: its file system does not say.
+pub(super) fn disk_space(folder: &Path) -> Option<DiskSpace> {
+    let space = statvfs(folder).ok().filter(|space| space.f_blocks > 0)?;
+    Some(DiskSpace {
+        free_bytes: space.f_bavail.saturating_mul(space.f_frsize),
+        size_bytes: space.f_blocks.saturating_mul(space.f_frsize),
+    })
 }
 
 impl Collector for LogMetrics {
@@ -44,26 +59,24 @@ impl Collector for LogMetrics {
 impl LogMetrics {
     /// A file system that does not say how large it is has no metrics.
     fn encode_disk(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        let space = statvfs(&self.data_dir).ok();
-        let Some(space) = space.filter(|space| space.f_blocks > 0) else {
+        let Some(space) = disk_space(&self.data_dir) else {
             return Ok(());
         };
-        let bytes = |blocks: u64| i64::try_from(blocks.saturating_mul(space.f_frsize));
-        for (name, help, blocks) in [
+        for (name, help, bytes) in [
             (
                 "quorate_raft_disk_free_bytes",
                 "Free bytes of the disk that node.data_dir is on",
-                space.f_bavail,
+                space.free_bytes,
             ),
             (
                 "quorate_raft_disk_size_bytes",
                 "Size of the disk that node.data_dir is on",
-                space.f_blocks,
+                space.size_bytes,
             ),
         ] {
             encoder
                 .encode_descriptor(name, help, None, MetricType::Gauge)?
-                .encode_gauge(&bytes(blocks).unwrap_or(i64::MAX))?;
+                .encode_gauge(&i64::try_from(bytes).unwrap_or(i64::MAX))?;
         }
         Ok(())
     }

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use api::divergence::Digests;
 use raft::{CheckCommand, FrozenMachine, SnapshotError, StateMachine, StopReplicaError};
-use state::command::Command;
+use state::codec::{FORMAT_VERSION, format_of};
+use state::command::{Command, Envelope};
 use state::ids::LogIndex;
 use state::{RouterState, StagedBackup};
 use tokio::runtime::{Handle, RuntimeFlavor};
@@ -46,13 +47,25 @@ pub trait Witness: Send + Sync + 'static {
 pub(super) struct RouterMachine {
     shared: Arc<SharedState>,
     witness: Option<Arc<dyn Witness>>,
+    /// Newest format of the log that it reads.
+    format: u8,
 }
 
 impl RouterMachine {
     /// Creates a machine over `shared`. Nothing else may apply to it.
     #[must_use]
     pub(super) fn new(shared: Arc<SharedState>, witness: Option<Arc<dyn Witness>>) -> Self {
-        Self { shared, witness }
+        Self {
+            shared,
+            witness,
+            format: FORMAT_VERSION,
+        }
+    }
+
+    /// Reads no format that is newer, as an earlier build would.
+    #[must_use]
+    pub(super) fn knowing(self, format: u8) -> Self {
+        Self { format, ..self }
     }
 
     /// Reads the backup that `command` switches to, if it does. It may contain millions of blocks,
@@ -81,15 +94,16 @@ impl RouterMachine {
 
 impl StateMachine for RouterMachine {
     fn check(&self) -> CheckCommand {
-        Arc::new(|command, status| {
-            let envelope = state::codec::decode_envelope(command);
+        let format = self.format;
+        Arc::new(move |command, status| {
+            let envelope = read(format, command);
             let envelope = envelope.map_err(|error| format!("no command: {error}"))?;
             formats::check(&envelope.command, status)
         })
     }
 
     fn apply(&mut self, index: u64, command: &[u8]) -> Result<Vec<u8>, StopReplicaError> {
-        let envelope = state::codec::decode_envelope(command)
+        let envelope = read(self.format, command)
             .map_err(|error| StopReplicaError(format!("log index {index}: {error}")))?;
         self.read_ahead(&envelope.command);
         let mut state = self.shared.state();
@@ -124,6 +138,18 @@ impl StateMachine for RouterMachine {
         }
         Ok(())
     }
+}
+
+/// Decodes a command as a build does that knows this format.
+fn read(format: u8, command: &[u8]) -> Result<Envelope, String> {
+    let envelope = state::codec::decode_envelope(command).map_err(|error| error.to_string())?;
+    if format < FORMAT_VERSION && format_of(&envelope.command) > format {
+        let needed = format_of(&envelope.command);
+        return Err(format!(
+            "log format {needed}, {format} or an earlier one expected"
+        ));
+    }
+    Ok(envelope)
 }
 
 struct FrozenSnapshot(state::FrozenState);

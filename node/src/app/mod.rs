@@ -9,6 +9,7 @@ mod clocks;
 pub mod core;
 mod events;
 mod exchange;
+mod figures;
 mod formation;
 mod formats;
 #[cfg(feature = "fuzzing")]
@@ -19,12 +20,14 @@ mod leadership;
 mod log_metrics;
 mod machine;
 pub mod offline;
+mod picker;
 mod ports;
 mod ranks;
 mod readers;
 mod registration;
 mod reloading;
 mod running;
+pub mod scaling;
 mod shutdown;
 mod sockets;
 mod ticks;
@@ -37,12 +40,13 @@ pub use running::RunningReplica;
 pub use shutdown::ShutdownHandle;
 pub use sockets::{Addresses, BoundSockets};
 
-use api::admin::ReloadRequests;
+use api::admin::{LogLevelControl, ReloadRequests};
 use api::settings::SharedFileSettings;
 use api::tls::CertificateWatch;
 
 use self::tls::ReplicaCertificates;
 use crate::config::Config;
+use crate::telemetry::AccessFileMetrics;
 
 /// A replica bound to its sockets but not started yet.
 pub struct App {
@@ -52,11 +56,13 @@ pub struct App {
     file: SharedFileSettings,
     reload: ReloadHandle,
     reload_requests: Option<ReloadRequests>,
+    log_level: Option<LogLevelControl>,
+    access_file: AccessFileMetrics,
     tls: ReplicaCertificates,
 }
 
 impl App {
-    /// Binds the config's three addresses. Must be called within a tokio runtime.
+    /// Binds the config's addresses. Must be called within a tokio runtime.
     ///
     /// # Errors
     /// If one of them cannot be bound, or a certificate cannot be read.
@@ -82,6 +88,8 @@ impl App {
             file,
             reload: ReloadHandle::default(),
             reload_requests: None,
+            log_level: None,
+            access_file: AccessFileMetrics::default(),
         })
     }
 
@@ -108,6 +116,24 @@ impl App {
     pub fn reloading_by(self, requests: ReloadRequests) -> Self {
         Self {
             reload_requests: Some(requests),
+            ..self
+        }
+    }
+
+    /// Changes the log with this when an operator wants it.
+    #[must_use]
+    pub fn logging_by(self, control: LogLevelControl) -> Self {
+        Self {
+            log_level: Some(control),
+            ..self
+        }
+    }
+
+    /// Shows these metrics of the access log's file.
+    #[must_use]
+    pub fn with_access_file(self, metrics: AccessFileMetrics) -> Self {
+        Self {
+            access_file: metrics,
             ..self
         }
     }

@@ -16,6 +16,7 @@ use tokio::time::Instant;
 use super::clocks::ClusterClocks;
 use super::formats;
 use super::machine::SharedState;
+use super::scaling::Scaling;
 use crate::planted::{self, Bug};
 
 /// Sequence number, in a session's admin lane, of the command that forms a cluster. Only one
@@ -49,6 +50,7 @@ pub(super) struct LogPort {
     /// Last sequence number of an admin command; locked while one is in progress.
     admin_seq: tokio::sync::Mutex<u64>,
     clocks: Arc<ClusterClocks>,
+    scaling: Option<Arc<Scaling>>,
 }
 
 impl LogPort {
@@ -68,7 +70,14 @@ impl LogPort {
             shared,
             admin_seq: tokio::sync::Mutex::new(FIRST_COMMAND_SEQ),
             clocks,
+            scaling: None,
         }
+    }
+
+    /// Adds what brings the members to what is wanted.
+    #[must_use]
+    pub(super) fn scaled(self, scaling: Option<Arc<Scaling>>) -> Self {
+        Self { scaling, ..self }
     }
 
     /// See [`ReplicaCore::state_loss`](super::core::ReplicaCore::state_loss).
@@ -279,6 +288,7 @@ impl Cluster for LogPort {
 
     fn status(&self) -> ClusterStatus {
         let mut status = cluster_status(&self.replica.status(), *self.session());
+        status.scaling = self.scaling.as_ref().and_then(|scaling| scaling.held());
         for (id, skew_ms) in self.clocks.skews_ms() {
             if let Some(member) = status.members.get_mut(&ReplicaId(id)) {
                 member.clock_skew_ms = Some(skew_ms);
@@ -369,6 +379,7 @@ fn cluster_status(status: &raft::Status, session: SessionId) -> ClusterStatus {
         unjoined: status.unjoined.clone(),
         peers: status.peers.iter().map(peer_finding).collect(),
         waiting: status.waiting.clone(),
+        scaling: None,
         version: env!("CARGO_PKG_VERSION"),
         members: status.members.iter().map(member).collect(),
     }
@@ -454,6 +465,7 @@ mod tests {
                 first_command: state::codec::encode_envelope(&init),
             },
             replaces_lost: false,
+            promotion: None,
             heartbeat: Duration::from_millis(50),
             election_timeout: Duration::from_millis(150)..Duration::from_millis(300),
             snapshot_every_entries: 1000,

@@ -1,15 +1,12 @@
 //! What of a config a running replica takes: limits, probes, the budget of retries, drain, and where engines may be.
 
-use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use api::backends::{Backends, EngineDialer};
 use api::proxy::Proxy;
 use arc_swap::ArcSwap;
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::DescriptorEncoder;
-use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
 
 use super::formation;
 use crate::config::{Config, DrainConfig};
@@ -18,25 +15,7 @@ use crate::config::{Config, DrainConfig};
 #[derive(Clone, Default)]
 pub struct ReloadHandle {
     state: Arc<Mutex<ReloadState>>,
-    has_failed: Arc<AtomicBool>,
-}
-
-/// Tells whether the last reload failed.
-#[derive(Debug)]
-pub(super) struct ReloadMetrics(Arc<AtomicBool>);
-
-impl Collector for ReloadMetrics {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let help = "1 if the config, or a certificate that it names, could not be read again the last time";
-        encoder
-            .encode_descriptor(
-                "quorate_config_reload_failed",
-                help,
-                None,
-                MetricType::Gauge,
-            )?
-            .encode_gauge(&i64::from(self.0.load(Relaxed)))
-    }
+    has_failed: Gauge,
 }
 
 enum ReloadState {
@@ -62,11 +41,17 @@ pub(super) struct RunningParts {
 impl ReloadHandle {
     /// Says what came of the last reload.
     pub(crate) fn note(&self, has_failed: bool) {
-        self.has_failed.store(has_failed, Relaxed);
+        self.has_failed.set(i64::from(has_failed));
     }
 
-    pub(super) fn metrics(&self) -> ReloadMetrics {
-        ReloadMetrics(Arc::clone(&self.has_failed))
+    /// Registers the metric that tells whether the last reload failed.
+    pub(super) fn register(&self, registry: &mut Registry) {
+        let help = "1 if the config, a certificate that it names or the access log could not be read or opened again the last time";
+        registry.register(
+            "quorate_config_reload_failed",
+            help,
+            self.has_failed.clone(),
+        );
     }
 
     /// Has the settings of `config` in effect that can be.

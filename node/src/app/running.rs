@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use api::admin::{self, Admin, CertifiedOperators, ReloadRequests};
+use api::admin::{self, Admin, CertifiedOperators, LogLevelControl, ReloadRequests};
 use api::api_keys::{KeyRules, ListAge};
 use api::backends::{EngineDialer, Hooks};
 use api::discovery::{DiscoveryBoard, DiscoveryMetrics, DiscoveryParts};
@@ -19,24 +19,28 @@ use api::proxy::{
 use api::readiness::{Lifecycle, ReadinessCheck};
 use api::settings::SharedFileSettings;
 use api::tls::CertificateMetrics;
+use api::traces::{SpanExport, Tracer, TracingMetrics, TracingSettings};
 use arc_swap::ArcSwap;
 use raft::{PeerSecret, Role, Tcp};
 use state::command::Item;
+use state::ids::ReplicaId;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::App;
 use super::core::{CorePorts, ReplicaCore};
+use super::figures::FigureSources;
 use super::key_file::{self, read_admin_tokens, read_api_keys};
 use super::leadership::hand_over;
 use super::log_metrics::LogMetrics;
+use super::picker::PickerParts;
 use super::reloading::{ReloadHandle, RunningParts};
 use super::shutdown::ShutdownHandle;
 use super::sockets::Addresses;
 use super::tls::ReplicaCertificates;
 use super::warmup::warm_up;
-use super::{events, formation, ranks};
+use super::{events, formation, ranks, scaling};
 use crate::config::{Config, DrainConfig, Parsed};
 use crate::process;
 
@@ -49,6 +53,8 @@ pub struct RunningReplica {
     lifecycle: Lifecycle,
     stops: ReplicaShutdown,
     proxy: JoinHandle<DrainResult>,
+    /// `None`: no gateways are served.
+    picker: Option<JoinHandle<DrainResult>>,
 }
 
 /// Stop signals before the core's own, in this order.
@@ -82,6 +88,19 @@ fn peers(
     })
 }
 
+/// Returns what the core stands on.
+fn core_ports(
+    config: &Config,
+    tls: &ReplicaCertificates,
+    listener: TcpListener,
+) -> anyhow::Result<CorePorts> {
+    Ok(CorePorts {
+        dialer: tls.engines.clone(),
+        scale: scaling::source(&config.cluster.statefulset),
+        ..CorePorts::real(Arc::new(peers(config, tls, listener)?))
+    })
+}
+
 /// Assembles and starts a replica.
 pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let App {
@@ -91,6 +110,8 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         file,
         reload,
         reload_requests,
+        log_level,
+        access_file,
         tls,
     } = app;
     // Members are told the ports that the system chose.
@@ -100,19 +121,21 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         let folder = config.node.data_dir.display();
         format!("make data folder {folder} private")
     })?;
-    let ports = CorePorts {
-        dialer: tls.engines.clone(),
-        ..CorePorts::real(Arc::new(peers(&config, &tls, sockets.peer)?))
-    };
+    let ports = core_ports(&config, &tls, sockets.peer)?;
     let core = ReplicaCore::start(config.clone(), ports).await?;
     let (stops, lifecycle) = (ReplicaShutdown::default(), Lifecycle::default());
     let metrics = metrics(&core, &tls, (&config, &reload));
+    metrics.register(|registry| access_file.register(registry));
     let discovery = discover(&core, &config, &metrics, &tls);
     formation::tell_of_names(&config);
     tell_if_insecure(&config);
     let keys = key_rules(&core, &config);
     let readiness = readiness(&core, &config, (lifecycle.clone(), keys));
-    let proxy = proxy(&core, &config, &metrics, &readiness);
+    let requests = Arc::new(ProxyMetrics::default());
+    let proxy = proxy(&core, &config, (&metrics, &requests), &readiness)?;
+    let data_dir = config.node.data_dir.clone();
+    let figures = FigureSources::of(&core, &readiness, &requests, data_dir);
+    core.beside(figures.run(core.stopping()));
     let reading = (Arc::clone(proxy.requests()), Arc::clone(proxy.decisions()));
     let drain = Arc::new(ArcSwap::from_pointee(config.drain.clone()));
     reload.started(RunningParts {
@@ -121,29 +144,25 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         drain: Arc::clone(&drain),
         engines: tls.engines.clone(),
     });
+    let picker = PickerParts {
+        listener: sockets.epp,
+        proxy: Arc::clone(&proxy),
+        deadline: Arc::clone(&drain),
+        no_more: stops.no_more_requests.clone(),
+    };
+    let picker = picker.start(&config, &tls, &metrics)?;
     let server = Server::new(sockets.data, proxy).leaving(stops.leaving.clone());
     let server = server.with_tls(tls.data.clone());
+    let warm = warm(&core, lifecycle.clone());
     let no_more = stops.no_more_requests.clone();
-    let serving = serve_clients(
-        server,
-        warm(&core, lifecycle.clone()),
-        no_more,
-        Arc::clone(&drain),
-    );
-    let proxy = tokio::spawn(serving);
-    let file = (file, reload_requests);
+    let proxy = tokio::spawn(serve_clients(server, warm, no_more, Arc::clone(&drain)));
+    let file = (file, (reload_requests, log_level));
     let shown = (metrics, discovery);
     let admin = admin(&core, reading, shown, (readiness, file), &config);
     spawn_loops(&core, Arc::clone(&admin.kv_board), tls.engines.clone());
     serve_operators(&core, sockets.admin, admin, &tls);
     follow_files(&core, &config, &tls);
-    tracing::info!(
-        replica = config.id.0,
-        data = %addresses.data,
-        admin = %addresses.admin,
-        peer = %addresses.peer,
-        "replica is listening"
-    );
+    tell_of_listeners(config.id, addresses);
     Ok(RunningReplica {
         addresses,
         drain,
@@ -151,7 +170,18 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
         lifecycle,
         stops,
         proxy,
+        picker,
     })
+}
+
+fn tell_of_listeners(id: ReplicaId, addresses: Addresses) {
+    tracing::info!(
+        replica = id.0,
+        data = %addresses.data,
+        admin = %addresses.admin,
+        peer = %addresses.peer,
+        "replica is listening"
+    );
 }
 
 fn serve_operators(
@@ -186,7 +216,7 @@ fn metrics(
         data_dir: config.node.data_dir.clone(),
     };
     metrics.register(|registry| registry.register_collector(Box::new(log)));
-    metrics.register(|registry| registry.register_collector(Box::new(reload.metrics())));
+    metrics.register(|registry| reload.register(registry));
     metrics.register(|registry| core.router().metrics().register(registry));
     metrics.register(|registry| core.admission().metrics().register(registry));
     let expiry = CertificateMetrics(tls.watch());
@@ -262,10 +292,9 @@ fn readiness(
 fn proxy(
     core: &ReplicaCore,
     config: &Config,
-    registry: &Metrics,
+    (registry, metrics): (&Metrics, &Arc<ProxyMetrics>),
     readiness: &Arc<ReadinessCheck>,
-) -> Arc<Proxy> {
-    let metrics = Arc::new(ProxyMetrics::default());
+) -> anyhow::Result<Arc<Proxy>> {
     registry.register(|registry| metrics.register(registry));
     let proxy = Proxy::new(
         core.router(),
@@ -273,21 +302,47 @@ fn proxy(
         Arc::clone(core.backends()),
         ProxySettings {
             keys: readiness.keys.clone(),
+            tracer: tracer(core, config, registry)?,
             ..formation::proxy_settings(config)
         },
-        metrics,
+        Arc::clone(metrics),
     );
-    Arc::new(proxy.ready_by(Arc::clone(readiness)))
+    Ok(Arc::new(proxy.ready_by(Arc::clone(readiness))))
 }
+
+/// What makes the traces of requests, and carries them to the collector; `None`: there is none.
+fn tracer(
+    core: &ReplicaCore,
+    config: &Config,
+    registry: &Metrics,
+) -> anyhow::Result<Option<Tracer>> {
+    let metrics = TracingMetrics::default();
+    registry.register(|registry| metrics.register(registry));
+    let Some(endpoint) = &config.tracing.otlp_endpoint else {
+        return Ok(None);
+    };
+    let settings = TracingSettings {
+        endpoint: endpoint.0.clone(),
+        sample_ppm: *config.tracing.sample,
+        replica: config.id,
+        cluster: config.cluster.name.0.clone(),
+    };
+    let (tracer, export) = SpanExport::new(&settings, metrics)?;
+    core.beside(export.run(core.stopping()));
+    Ok(Some(tracer))
+}
+
+/// What the config file has said, and what asks for it to be read again or sets the log's level.
+type FileParts = (
+    SharedFileSettings,
+    (Option<ReloadRequests>, Option<LogLevelControl>),
+);
 
 fn admin(
     core: &ReplicaCore,
     (requests, decisions): (Arc<RequestReader>, Arc<DecisionLog>),
     (metrics, discovery): (Arc<Metrics>, Arc<DiscoveryBoard>),
-    (readiness, (file, reload)): (
-        Arc<ReadinessCheck>,
-        (SharedFileSettings, Option<ReloadRequests>),
-    ),
+    (readiness, (file, (reload, log_level))): (Arc<ReadinessCheck>, FileParts),
     config: &Config,
 ) -> Arc<Admin> {
     let router = core.router();
@@ -304,12 +359,14 @@ fn admin(
         backends: Arc::clone(core.backends()),
         metrics,
         digests: Arc::clone(core.digests()),
+        figures: Arc::clone(core.figures()),
         kv_board: Arc::default(),
         discovery,
         events: core.events().clone(),
         readiness,
         file,
         reload,
+        log_level,
         hosts: formation::own_hosts(config),
         tokens: config.admin_tokens.clone(),
         certified: config
@@ -424,8 +481,8 @@ impl RunningReplica {
     ///
     /// It becomes unready at once. For `drain.dns_ttl`, it accepts new connections, and every
     /// answer tells the client to go elsewhere. Then it transfers leadership, finishes requests for
-    /// up to `drain.deadline`, flushes its updates into the log and closes the store. An abort
-    /// skips everything but the last step.
+    /// up to `drain.deadline`, flushes its updates into the log, leaves the cluster if it is wanted no
+    /// more, and closes the store. An abort skips everything but the last step.
     pub async fn until(mut self, shutdown: &ShutdownHandle) {
         shutdown.draining().await;
         self.lifecycle.drain();
@@ -437,6 +494,9 @@ impl RunningReplica {
             () = self.finish() => {}
         }
         self.proxy.abort();
+        if let Some(picker) = &self.picker {
+            picker.abort();
+        }
         self.lifecycle.end_streams();
         self.core.end().await;
     }
@@ -447,12 +507,21 @@ impl RunningReplica {
         tokio::time::sleep(dns_ttl).await;
         self.stops.no_more_requests.cancel();
         let (replica, proxy) = (self.core.replica(), &mut self.proxy);
-        match tokio::join!(proxy, hand_over(replica)).0 {
-            Ok(DrainResult { cut: 0 }) => {}
-            Ok(DrainResult { cut }) => {
-                tracing::warn!(connections = cut, "closed remaining connections");
+        let picker = async {
+            match &mut self.picker {
+                Some(picker) => picker.await,
+                None => Ok(DrainResult { cut: 0 }),
             }
-            Err(error) => tracing::error!(%error, "data plane failed"),
+        };
+        let (proxy, picker, ()) = tokio::join!(proxy, picker, hand_over(replica));
+        for drained in [proxy, picker] {
+            match drained {
+                Ok(DrainResult { cut: 0 }) => {}
+                Ok(DrainResult { cut }) => {
+                    tracing::warn!(connections = cut, "closed remaining connections");
+                }
+                Err(error) => tracing::error!(%error, "data plane failed"),
+            }
         }
         self.core.flush().await;
     }

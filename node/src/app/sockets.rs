@@ -1,4 +1,4 @@
-//! The three listening sockets of a replica. They are bound before anything else, so that a port in
+//! The listening sockets of a replica. They are bound before anything else, so that a port in
 //! use is reported before a cluster is disturbed.
 
 use std::net::SocketAddr;
@@ -21,6 +21,8 @@ pub struct BoundSockets {
     pub admin: TcpListener,
     /// Listener for other replicas.
     pub peer: TcpListener,
+    /// Listener for gateways that ask for endpoints; `None`: there is none.
+    pub epp: Option<TcpListener>,
 }
 
 /// Actual addresses of a replica, including ports that the system chose.
@@ -32,10 +34,12 @@ pub struct Addresses {
     pub admin: SocketAddr,
     /// Address for other replicas.
     pub peer: SocketAddr,
+    /// Address for gateways that ask for endpoints; `None`: none.
+    pub epp: Option<SocketAddr>,
 }
 
 impl BoundSockets {
-    /// Binds all three. Must be called within a tokio runtime.
+    /// Binds all of them. Must be called within a tokio runtime.
     ///
     /// # Errors
     /// The setting whose address cannot be bound.
@@ -44,6 +48,10 @@ impl BoundSockets {
             data: bind("listen.data", *listen.data)?,
             admin: bind("listen.admin", *listen.admin)?,
             peer: bind("listen.peer", *listen.peer)?,
+            epp: match &listen.epp {
+                None => None,
+                Some(epp) => Some(bind("listen.epp", **epp)?),
+            },
         })
     }
 
@@ -56,6 +64,10 @@ impl BoundSockets {
             data: self.data.local_addr()?,
             admin: self.admin.local_addr()?,
             peer: self.peer.local_addr()?,
+            epp: match &self.epp {
+                None => None,
+                Some(epp) => Some(epp.local_addr()?),
+            },
         })
     }
 }

@@ -15,8 +15,9 @@ use tokio::time::{Instant, sleep};
 
 use super::client::{AdminTarget, encoded};
 use super::edit::{WriteArgs, document};
-use super::read::{ReadArgs, details, per_cent, print_json, thousandths};
+use super::read::{ReadArgs, details, json_text, per_cent, print_json, thousandths};
 use super::table::cell;
+use super::watch::{WatchArgs, watch};
 
 /// Interval at which a draining backend is looked at.
 const LOOK_INTERVAL: Duration = Duration::from_millis(250);
@@ -35,7 +36,7 @@ const FIELDS: [&str; 7] = [
 #[derive(Debug, Subcommand)]
 pub(super) enum BackendCommand {
     /// List backends
-    List(ReadArgs),
+    List(WatchArgs),
     /// Show all that is known of a backend
     Show {
         /// Id of the backend
@@ -136,20 +137,20 @@ fn label(text: &str) -> Result<(String, String), String> {
 
 impl BackendFields {
     /// Puts what was given into a backend.
-    fn lay_over(self, backend: &mut Value) {
+    fn lay_over(&self, backend: &mut Value) {
         if !self.models.is_empty() {
             backend["models"] = json!(self.models);
         }
-        for (name, value) in self.labels {
-            backend["labels"][name] = json!(value);
+        for (name, value) in &self.labels {
+            backend["labels"][name.as_str()] = json!(value);
         }
         if let Some(blocks) = self.capacity_blocks {
             backend["capacity_blocks"] = json!(blocks);
         }
         let texts = [
-            ("kv_events", self.kv_events),
-            ("kv_replay", self.kv_replay),
-            ("role", self.role),
+            ("kv_events", &self.kv_events),
+            ("kv_replay", &self.kv_replay),
+            ("role", &self.role),
         ];
         for (name, text) in texts {
             if let Some(text) = text {
@@ -162,7 +163,7 @@ impl BackendFields {
 /// Runs `quorate backend ...`.
 pub(super) async fn run(command: BackendCommand) -> anyhow::Result<ExitCode> {
     let (id, done, method, action, write, wait) = match command {
-        BackendCommand::List(args) => return list(args).await,
+        BackendCommand::List(args) => return watch(args, list).await,
         BackendCommand::Show { id, read } => return show(&id, read).await,
         BackendCommand::Add(args) => return add(args).await,
         BackendCommand::Set(args) => return set(args).await,
@@ -197,13 +198,13 @@ fn path_of(id: &str) -> String {
 }
 
 /// Runs `quorate backend list`, and `quorate backends`.
-pub(super) async fn list(args: ReadArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn list(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
     let backends = args.target.list("/admin/v1/backends", "backends").await?;
-    if args.json {
-        return print_json(&Value::Array(backends));
-    }
-    terminal::print(listed(&backends))?;
-    Ok(ExitCode::SUCCESS)
+    let text = match args.json {
+        true => json_text(&Value::Array(backends))?,
+        false => listed(&backends).to_string(),
+    };
+    Ok((text, ExitCode::SUCCESS))
 }
 
 /// Backends as a table.
@@ -323,28 +324,32 @@ async fn add(args: AddBackendArgs) -> anyhow::Result<ExitCode> {
 
 async fn set(args: SetBackendArgs) -> anyhow::Result<ExitCode> {
     let (target, path) = (&args.write.target, path_of(&args.id));
-    let backend = match &args.file {
-        Some(file) => document(file)?,
-        None => {
-            let latest = format!("{path}?read=linearizable");
-            let mut backend = written(&target.get(&latest).await?);
-            if let Some(url) = args.url {
-                backend["url"] = json!(url);
-            }
-            for field in &args.unset {
-                backend[field] = Value::Null;
-            }
-            args.fields.lay_over(&mut backend);
-            // An absent field has its default.
-            let given = |(_, value): &(&String, &Value)| !value.is_null();
-            let fields = backend.as_object().into_iter().flatten().filter(given);
-            fields
-                .map(|(name, value)| (name.clone(), value.clone()))
-                .collect::<Map<_, _>>()
-                .into()
+    let change = |present: Value| {
+        if present.is_null() {
+            bail!("no backend has the id {:?}", args.id);
         }
+        let mut backend = written(&present);
+        if let Some(url) = &args.url {
+            backend["url"] = json!(url);
+        }
+        for field in &args.unset {
+            backend[field] = Value::Null;
+        }
+        args.fields.lay_over(&mut backend);
+        // An absent field has its default.
+        let given = |(_, value): &(&String, &Value)| !value.is_null();
+        let fields = backend.as_object().into_iter().flatten().filter(given);
+        let fields = fields.map(|(name, value)| (name.clone(), value.clone()));
+        Ok(fields.collect::<Map<_, _>>().into())
     };
-    let answer = target.send(Method::PUT, &path, Some(&backend)).await?;
+    let answer = match &args.file {
+        Some(file) => {
+            target
+                .send(Method::PUT, &path, Some(&document(file)?))
+                .await?
+        }
+        None => target.edit(&path, change).await?,
+    };
     args.write
         .done(&format!("backend {}: changed", args.id), &answer)
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use api::tls::{CertificateFiles, CertificateSource as _, ClientFiles, NamedFile};
+use http::header::ETAG;
 use http::{HeaderValue, Method, StatusCode, Uri};
 use lab::connector::ReplicaConnector;
 use serde_json::Value;
@@ -15,6 +16,10 @@ use crate::json_client::{JsonAnswer, JsonClient, NoConnectionError};
 
 /// Longest wait for an answer: admin writes themselves give up after five seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
+/// Longest time for a file to arrive.
+const DOWNLOAD_TIMEOUT: Duration = Duration::from_secs(600);
+/// How often an edit begins anew because somebody else has written meanwhile.
+const EDITS_MAX: usize = 4;
 /// Number of entries per page.
 const PAGE: usize = 1000;
 
@@ -101,6 +106,15 @@ impl AdminTarget {
             connector: Arc::default(),
             ..self.clone()
         })
+    }
+
+    /// Also asks at these URLs, after those known already: what cannot be read as one is left out.
+    pub(super) fn also_at<'a>(&mut self, urls: impl Iterator<Item = &'a str>) {
+        for url in urls.filter_map(|url| admin_url(url).ok()) {
+            if !self.admin.contains(&url) {
+                self.admin.push(url);
+            }
+        }
     }
 
     /// Returns a target for each of the replicas.
@@ -195,6 +209,18 @@ impl AdminTarget {
         success.with_context(|| format!("{method} {}", self.url(path)))
     }
 
+    /// Fetches a file of the replica that answered last, else of the first.
+    pub(super) async fn download(&self, path: &str) -> anyhow::Result<String> {
+        let client = JsonClient::new(DOWNLOAD_TIMEOUT).through(self.connector()?);
+        let client = client.authorized(self.authorization()?);
+        let url = self.url(path);
+        let answer = client.send(Method::GET, &url, None).await?;
+        if !answer.status.is_success() {
+            answer.success().with_context(|| format!("GET {url}"))?;
+        }
+        String::from_utf8(answer.body.into()).with_context(|| format!("GET {url}"))
+    }
+
     /// Sends a request and returns the answer, whatever its status. A replica that cannot be
     /// reached is passed over, and so is one without a quorum, as long as there are others: neither
     /// has done anything.
@@ -204,8 +230,19 @@ impl AdminTarget {
         path: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<JsonAnswer> {
+        self.ask_over(method, path, body, None).await
+    }
+
+    /// The same, to take effect only on what has the version that was read.
+    pub(super) async fn ask_over(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+        version: Option<HeaderValue>,
+    ) -> anyhow::Result<JsonAnswer> {
         let client = JsonClient::new(ANSWER_TIMEOUT).through(self.connector()?);
-        let client = client.authorized(self.authorization()?);
+        let client = client.authorized(self.authorization()?).only_on(version);
         let (mut refused, mut unreached) = (None, Vec::new());
         for _ in &self.admin {
             let (url, base) = (self.url(path), self.url(""));
@@ -215,7 +252,7 @@ impl AdminTarget {
                 Err(error) if !is_undone(&method, &error) => return Err(error),
                 Err(error) => unreached.push((base, error)),
             }
-            self.answering.fetch_add(1, Ordering::Relaxed);
+            self.pass_over();
         }
         match (refused, unreached) {
             (Some(answer), _) => Ok(answer),
@@ -225,6 +262,45 @@ impl AdminTarget {
                     .iter()
                     .map(|(url, error)| format!("\n  {url}: {}", brief(error)));
                 Err(anyhow!("no replica answers{}", each.collect::<String>()))
+            }
+        }
+    }
+
+    /// Reads what is at `path`, with everything that was committed before, and its version, which
+    /// replicas of an earlier build do not tell.
+    pub(super) async fn latest(
+        &self,
+        path: &str,
+    ) -> anyhow::Result<(JsonAnswer, Option<HeaderValue>)> {
+        let latest = format!("{path}?read=linearizable");
+        let answer = self.ask(Method::GET, &latest, None).await?;
+        let version = answer.headers.get(ETAG).cloned();
+        Ok((answer, version))
+    }
+
+    /// Changes what is at `path`: reads it, and writes what `change` makes of it, of `null` where
+    /// there is nothing. Begins anew when somebody else has written in between.
+    pub(super) async fn edit(
+        &self,
+        path: &str,
+        change: impl Fn(Value) -> anyhow::Result<Value>,
+    ) -> anyhow::Result<Value> {
+        let mut edits = 0;
+        loop {
+            let (read, version) = self.latest(path).await?;
+            let present = match read.status {
+                StatusCode::NOT_FOUND => Value::Null,
+                _ => read
+                    .success()
+                    .with_context(|| format!("GET {}", self.url(path)))?,
+            };
+            let body = change(present)?;
+            let written = self.ask_over(Method::PUT, path, Some(&body), version);
+            let written = written.await?;
+            edits += 1;
+            if written.status != StatusCode::PRECONDITION_FAILED || edits == EDITS_MAX {
+                let success = written.success();
+                return success.with_context(|| format!("PUT {}", self.url(path)));
             }
         }
     }
@@ -240,6 +316,11 @@ impl AdminTarget {
             1 => Ok(()),
             _ => self.ask(Method::GET, path, None).await.map(|_| ()),
         }
+    }
+
+    /// Asks the next replica first from here on.
+    pub(super) fn pass_over(&self) {
+        self.answering.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Returns the URL of a path at the replica that answered last, else at the first.

@@ -143,7 +143,7 @@ pub(super) async fn show(
 }
 
 /// Whom to ask: the target, and with `is_all` the admin listeners of all other members.
-async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result<Vec<AdminTarget>> {
+pub(super) async fn targets(target: AdminTarget, is_all: bool) -> anyhow::Result<Vec<AdminTarget>> {
     if !is_all {
         return Ok(vec![target]);
     }

@@ -1,15 +1,22 @@
 //! `quorate events`: follows what changes in the cluster, as one replica sees it.
+//!
+//! A stream that breaks off is asked for again, behind the last event that was had, of the same
+//! replica or of the next that answers. A replica that cannot go on there says so: `missed`.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use bytes::Bytes;
-use http::Request;
 use http::header::AUTHORIZATION;
+use http::{HeaderValue, Request, StatusCode};
 use http_body_util::{BodyExt, Empty};
+use hyper::body::Incoming;
 use lab::terminal;
 use serde_json::{Value, json};
+use tokio::time::Instant;
 
+use super::client::AdminTarget;
 use super::decisions::time;
 use super::read::{ReadArgs, details, shown};
 use super::table::cell;
@@ -17,42 +24,159 @@ use crate::json_client::{JsonAnswer, no_answer};
 
 /// Longest event that is read, in bytes: a replica sends none of this size.
 const EVENT_BYTES_MAX: usize = 16 << 20;
+/// For how long a stream that broke off is asked for again, while no replica gives one.
+const RESUME_MAX: Duration = Duration::from_secs(60);
+/// Pause before it is asked for again, at first and at most.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// Runs `quorate events` until the replica ends the stream.
+/// Runs `quorate events`, until no replica gives a stream any more.
 pub(super) async fn run(args: ReadArgs) -> anyhow::Result<ExitCode> {
-    args.target.settle(false).await?;
-    let url = args.target.url("/admin/v1/events");
-    let client = args.target.connector()?.client();
-    let mut request = Request::get(&url).body(Empty::<Bytes>::new())?;
-    if let Some(authorization) = args.target.authorization()? {
-        request.headers_mut().insert(AUTHORIZATION, authorization);
+    let is_json = args.json;
+    let mut stream = EventStream::new(args.target);
+    loop {
+        let event = stream.next().await?;
+        terminal::print(match is_json {
+            true => shown(&event.to_string()),
+            false => line(event),
+        })?;
     }
-    let response = client.request(request).await;
-    let response = response
-        .map_err(|error| no_answer(&error))
-        .with_context(|| format!("GET {url}"))?;
-    if !response.status().is_success() {
+}
+
+/// The events of whichever replica answers, one after the other.
+struct EventStream {
+    target: AdminTarget,
+    /// The stream that is read, with its URL.
+    open: Option<(String, Incoming)>,
+    arrived: PartialEvents,
+    /// Id of the last event.
+    last: Option<HeaderValue>,
+    pause: Duration,
+    /// When it broke off without having been resumed.
+    broken: Option<Instant>,
+}
+
+/// Why there is no stream.
+enum OpenError {
+    /// Another try may help.
+    Passing(anyhow::Error),
+    Lasting(anyhow::Error),
+}
+
+impl EventStream {
+    fn new(target: AdminTarget) -> Self {
+        Self {
+            target,
+            open: None,
+            arrived: PartialEvents::default(),
+            last: None,
+            pause: PAUSES.0,
+            broken: None,
+        }
+    }
+
+    /// The next event.
+    async fn next(&mut self) -> anyhow::Result<Value> {
+        loop {
+            if let Some((id, event)) = self.arrived.next() {
+                let id = id.and_then(|id| HeaderValue::try_from(id).ok());
+                self.last = id.or(self.last.take());
+                return Ok(event);
+            }
+            let Some((url, body)) = &mut self.open else {
+                self.reopen().await?;
+                continue;
+            };
+            match body.frame().await {
+                Some(Ok(frame)) => {
+                    if let Ok(bytes) = frame.into_data() {
+                        self.arrived.take(&bytes)?;
+                        (self.pause, self.broken) = (PAUSES.0, None);
+                    }
+                }
+                Some(Err(error)) => {
+                    eprintln!("{url}: the stream broke off: {error}");
+                    self.leave(false);
+                }
+                None => {
+                    eprintln!("{url}: the replica ended the stream");
+                    self.leave(true);
+                }
+            }
+        }
+    }
+
+    /// The stream is over. A replica that ended it itself is leaving: another one is asked first.
+    fn leave(&mut self, is_ended: bool) {
+        self.open = None;
+        self.arrived = PartialEvents::default();
+        self.broken = self.broken.or(Some(Instant::now()));
+        if is_ended {
+            self.target.pass_over();
+        }
+    }
+
+    /// Asks for a stream, again and again if there was one before.
+    async fn reopen(&mut self) -> anyhow::Result<()> {
+        loop {
+            if self.broken.is_some() {
+                tokio::time::sleep(self.pause).await;
+                self.pause = (self.pause * 2).min(PAUSES.1);
+            }
+            let error = match self.ask().await {
+                Ok(open) => {
+                    self.open = Some(open);
+                    return Ok(());
+                }
+                Err(OpenError::Lasting(error)) => return Err(error),
+                Err(OpenError::Passing(error)) => error,
+            };
+            match self.broken {
+                Some(broken) if broken.elapsed() < RESUME_MAX => self.target.pass_over(),
+                _ => return Err(error),
+            }
+        }
+    }
+
+    /// Asks the first replica that answers.
+    async fn ask(&self) -> Result<(String, Incoming), OpenError> {
+        let settled = self.target.settle(false).await;
+        settled.map_err(OpenError::Passing)?;
+        let url = self.target.url("/admin/v1/events");
+        let request = self.request(&url).map_err(OpenError::Lasting)?;
+        let connector = self.target.connector().map_err(OpenError::Lasting)?;
+        let answer = connector.client().request(request).await;
+        let what = || format!("GET {url}");
+        let response = answer
+            .map_err(|error| no_answer(&error))
+            .with_context(what)
+            .map_err(OpenError::Passing)?;
+        let status = response.status();
+        if status.is_success() {
+            return Ok((url, response.into_body()));
+        }
         let problem = JsonAnswer::read(response).await;
-        problem
-            .and_then(|answer| answer.success())
-            .with_context(|| format!("GET {url}"))?;
-        bail!("GET {url}: the answer is no stream");
+        let error = match problem.and_then(|answer| answer.success()) {
+            Ok(_) => anyhow!("the answer is no stream"),
+            Err(error) => error,
+        };
+        let error = error.context(what());
+        Err(match status {
+            StatusCode::SERVICE_UNAVAILABLE => OpenError::Passing(error),
+            _ => OpenError::Lasting(error),
+        })
     }
-    let mut body = response.into_body();
-    let mut stream = PartialEvents::default();
-    while let Some(frame) = body.frame().await {
-        let frame = frame.with_context(|| format!("GET {url}: the stream broke off"))?;
-        if let Ok(bytes) = frame.into_data() {
-            stream.take(&bytes)?;
+
+    fn request(&self, url: &str) -> anyhow::Result<Request<Empty<Bytes>>> {
+        let mut request = Request::get(url).body(Empty::new())?;
+        let headers = request.headers_mut();
+        if let Some(authorization) = self.target.authorization()? {
+            headers.insert(AUTHORIZATION, authorization);
         }
-        while let Some(event) = stream.next() {
-            terminal::print(match args.json {
-                true => shown(&event.to_string()),
-                false => line(event),
-            })?;
+        if let Some(last) = &self.last {
+            headers.insert("last-event-id", last.clone());
         }
+        Ok(request)
     }
-    bail!("GET {url}: the replica ended the stream")
 }
 
 /// Server-sent events that have arrived in part.
@@ -68,8 +192,8 @@ impl PartialEvents {
         Ok(())
     }
 
-    /// Returns the next whole event; comments are none.
-    fn next(&mut self) -> Option<Value> {
+    /// Returns the next whole event with its id, if it has one; comments are none.
+    fn next(&mut self) -> Option<(Option<String>, Value)> {
         loop {
             let end = self.0.windows(2).position(|pair| pair == b"\n\n")?;
             let event: Vec<u8> = self.0.drain(..end + 2).collect();
@@ -81,7 +205,7 @@ impl PartialEvents {
     }
 }
 
-fn event_of(text: &str) -> Option<Value> {
+fn event_of(text: &str) -> Option<(Option<String>, Value)> {
     let field = |name: &str| {
         let mut lines = text.lines();
         let line = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
@@ -94,7 +218,7 @@ fn event_of(text: &str) -> Option<Value> {
     if let Some(name) = name {
         fields.insert("event".to_owned(), json!(name));
     }
-    Some(event)
+    Some((field("id").map(ToOwned::to_owned), event))
 }
 
 /// An event as a line of text.
@@ -117,6 +241,10 @@ fn line(mut event: Value) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser as _;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+
     use super::*;
 
     #[test]
@@ -131,7 +259,7 @@ mod tests {
             let mut lines = Vec::new();
             for bytes in sent.as_bytes().chunks(size) {
                 stream.take(bytes).unwrap();
-                lines.extend(std::iter::from_fn(|| stream.next()).map(line));
+                lines.extend(std::iter::from_fn(|| stream.next()).map(|(_, event)| line(event)));
             }
             assert_eq!(
                 lines,
@@ -140,6 +268,59 @@ mod tests {
                     "1970-01-01T00:00:01.000Z  leader  leader=2 term=3"
                 ]
             );
+        }
+    }
+
+    #[derive(clap::Parser)]
+    struct Args {
+        #[command(flatten)]
+        target: AdminTarget,
+    }
+
+    /// A replica that gives each stream one text, then breaks it off. Returns what it was asked.
+    async fn breaking(listener: TcpListener, texts: &[&str]) -> Vec<String> {
+        let mut heads = Vec::new();
+        for text in texts {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                head.push(stream.read_u8().await.unwrap());
+            }
+            heads.push(String::from_utf8(head).unwrap().to_lowercase());
+            let length = text.len();
+            let answer = format!(
+                "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\
+                 transfer-encoding: chunked\r\n\r\n{length:x}\r\n{text}\r\n"
+            );
+            stream.write_all(answer.as_bytes()).await.unwrap();
+        }
+        heads
+    }
+
+    #[tokio::test]
+    async fn a_stream_that_breaks_off_is_resumed_behind_the_last_event() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let admin = listener.local_addr().unwrap().to_string();
+        let texts = [
+            "id: e-1\nevent: role\ndata: {\"n\":1}\n\nid: e-2\nevent: role\ndata: {\"n\"",
+            "id: e-1\nevent: connected\ndata: {}\n\nid: e-2\nevent: role\ndata: {\"n\":2}\n\n",
+            "event: role\ndata: {\"n\":3}\n\n",
+            "event: role\ndata: {\"n\":4}\n\n",
+        ];
+        let serving = tokio::spawn(async move { breaking(listener, &texts).await });
+        let args = Args::parse_from(["events", "--admin", &admin]);
+        let mut stream = EventStream::new(args.target);
+        let mut seen = Vec::new();
+        while seen.len() < 5 {
+            seen.push(stream.next().await.unwrap()["n"].clone());
+        }
+        // An event that arrived in part is had whole, and none twice.
+        assert_eq!(seen, [json!(1), Value::Null, json!(2), json!(3), json!(4)]);
+        let heads = serving.await.unwrap();
+        assert!(!heads[0].contains("last-event-id"), "{}", heads[0]);
+        assert!(heads[1].contains("last-event-id: e-1\r\n"), "{}", heads[1]);
+        for head in &heads[2..] {
+            assert!(head.contains("last-event-id: e-2\r\n"), "{head}");
         }
     }
 }

@@ -192,10 +192,11 @@ fn facts(answer: &Value) -> Vec<String> {
     ];
     match (&answer["prefill"], &answer["whole"]) {
         (Value::Object(prefill), _) => lines.push(format!(
-            "prefill  {}, by {}; it holds {} blocks",
+            "prefill  {}, by {}; it holds {} blocks, handed over by {}",
             cell(&prefill["choice"]),
             cell(&prefill["reason"]),
             cell(&prefill["matched"]),
+            cell(&prefill["handover"]),
         )),
         (_, Value::String(why)) => lines.push(format!("prefill  by the same: {why}")),
         (_, _) => {}

@@ -1,4 +1,5 @@
-//! `quorate log replay`: the state at a log index, offline, from a data directory or a backup.
+//! `quorate log replay`: the state at a log index, offline, from a data directory or a backup; `quorate
+//! log level`: what running replicas log.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -6,11 +7,13 @@ use std::process::ExitCode;
 use anyhow::Context;
 use api::settings::UserLimitsForm;
 use clap::Subcommand;
+use http::Method;
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 use state::RouterState;
 use state::users::UserView;
 
+use super::client::AdminTarget;
 use super::explain;
 use super::read::{limits, print_json, thousandths};
 use super::source::ConfigSource;
@@ -28,6 +31,47 @@ const PAGE: usize = 1000;
 pub(super) enum LogCommand {
     /// Show the state at a log index, offline: users, backends, limits, and its digest
     Replay(ReplayLogArgs),
+    /// Change what the logs of running replicas say, until they restart
+    Level(LogLevelArgs),
+}
+
+/// `quorate log level`.
+#[derive(Debug, clap::Args)]
+pub(super) struct LogLevelArgs {
+    /// Level, or a filter such as `info,raft=debug`
+    level: String,
+    #[command(flatten)]
+    target: AdminTarget,
+    /// Print JSON, an entry for each replica
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs `quorate log level` at every replica that `--admin` names.
+async fn set_level(args: LogLevelArgs) -> anyhow::Result<ExitCode> {
+    let (mut all, mut code) = (Vec::new(), ExitCode::SUCCESS);
+    for target in args.target.each() {
+        let admin = target.url("");
+        let body = json!({ "level": args.level });
+        let answer = target.ask(Method::PUT, "/admin/v1/log", Some(&body)).await;
+        let told = match answer.and_then(|answer| answer.success()) {
+            Ok(told) => json!({ "admin": admin, "level": told["level"] }),
+            Err(error) => {
+                code = ExitCode::FAILURE;
+                json!({ "admin": admin, "error": format!("{error:#}") })
+            }
+        };
+        if !args.json {
+            let said = told.get("error").map(cell);
+            let said = said.unwrap_or_else(|| format!("logs {}", args.level));
+            terminal::print(format_args!("{admin}: {said}"))?;
+        }
+        all.push(told);
+    }
+    if args.json {
+        print_json(&Value::Array(all))?;
+    }
+    Ok(code)
 }
 
 /// `quorate log replay`.
@@ -60,7 +104,10 @@ pub(super) struct ReplayLogArgs {
 
 /// Runs `quorate log ...`.
 pub(super) async fn run(command: LogCommand) -> anyhow::Result<ExitCode> {
-    let LogCommand::Replay(args) = command;
+    let args = match command {
+        LogCommand::Replay(args) => args,
+        LogCommand::Level(args) => return set_level(args).await,
+    };
     let asked = match &args.explain {
         None => None,
         Some(file) => {

@@ -21,14 +21,18 @@ mod log;
 mod man;
 mod policy;
 mod read;
+mod record;
 mod recover;
 mod reload;
 mod serve;
 mod settings;
+mod simulate;
 mod source;
 mod table;
 mod token;
+mod top;
 mod users;
+mod watch;
 
 use std::io::ErrorKind;
 use std::process::ExitCode;
@@ -72,7 +76,7 @@ enum CliCommand {
     /// Replay a recorded trace against running replicas and report hit rates and latencies
     Replay(lab::replay::ReplayArgs),
     /// Compare policies, queue orders and cluster sizes in a simulation
-    Simulate(Box<lab::simulate::SimulateArgs>),
+    Simulate(Box<simulate::SimulateCommand>),
     /// Check or print a config, or compare it with a running cluster
     #[command(subcommand)]
     Config(config::ConfigCommand),
@@ -80,17 +84,19 @@ enum CliCommand {
     #[command(subcommand)]
     Cert(cert::CertCommand),
     /// Show the cluster as a replica sees it
-    Status(read::ReadArgs),
+    Status(watch::WatchArgs),
+    /// Show replicas, backends and users at work, live
+    Top(top::TopArgs),
     /// List, add, change, drain or remove backends
     #[command(subcommand)]
     Backend(backends::BackendCommand),
     /// List backends: short for `backend list`
-    Backends(read::ReadArgs),
+    Backends(watch::WatchArgs),
     /// List users, set their weights and limits, or delete them
     #[command(subcommand)]
     User(users::UserCommand),
     /// List users: short for `user list`
-    Users(read::ReadArgs),
+    Users(watch::WatchArgs),
     /// Make, list, rotate or revoke API keys of clients
     #[command(subcommand)]
     Key(keys::KeyCommand),
@@ -107,6 +113,8 @@ enum CliCommand {
     Explain(explain::ExplainArgs),
     /// List the last decisions of a replica
     Decisions(decisions::DecisionsArgs),
+    /// Record what replicas are asked, without texts and names, for `simulate --from-decisions`
+    Record(record::RecordArgs),
     /// Follow what changes in the cluster
     Events(read::ReadArgs),
     /// Show who wrote what to the cluster
@@ -122,7 +130,7 @@ enum CliCommand {
     Backup(backup::BackupArgs),
     /// Replace the cluster's state with a backup
     Restore(backup::RestoreArgs),
-    /// Look at the log of a stopped replica
+    /// Replay the log of a stopped replica, or change what running ones log
     #[command(subcommand)]
     Log(log::LogCommand),
     /// Set a damaged store aside so that the replica can rejoin
@@ -186,7 +194,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             descriptors::raise();
             block_on(lab::replay::run::<crate::dev::fleet::Fleet>(args))
         }
-        CliCommand::Simulate(args) => lab::simulate::run(&args),
+        CliCommand::Simulate(args) => simulate::run(&args),
         CliCommand::Dev(args) => {
             telemetry::init_for_command(DEV_LOG)?;
             descriptors::raise();
@@ -198,15 +206,17 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
             block_on(lab::engine::run(args))
         }
         CliCommand::EngineCheck(args) => block_on(engine_check::run(args)),
-        CliCommand::Status(args) => block_on(read::status(args)),
+        CliCommand::Status(args) => block_on(watch::watch(args, read::status)),
+        CliCommand::Top(args) => block_on(top::run(args)),
         CliCommand::Backend(command) => block_on(backends::run(command)),
-        CliCommand::Backends(args) => block_on(backends::list(args)),
+        CliCommand::Backends(args) => block_on(watch::watch(args, backends::list)),
         CliCommand::User(command) => block_on(users::run(command)),
         CliCommand::Key(command) => block_on(keys::run(command)),
-        CliCommand::Users(args) => block_on(users::list(args)),
+        CliCommand::Users(args) => block_on(watch::watch(args, users::list)),
         CliCommand::Policy(command) => block_on(policy::policy(command)),
         CliCommand::Routing(command) => block_on(policy::settings("routing", command)),
         CliCommand::Admission(command) => block_on(policy::settings("admission", command)),
+        CliCommand::Record(args) => block_on(record::run(args)),
         CliCommand::Events(args) => block_on(events::run(args)),
         CliCommand::Audit(args) => block_on(audit::run(args)),
         CliCommand::Explain(args) => block_on(explain::run(args)),

@@ -120,18 +120,21 @@ pub(super) async fn settings(
         SettingsCommand::Get(read) => get(&path, read).await,
         SettingsCommand::Set(args) => {
             let target = &args.write.target;
-            let body = match &args.file {
-                Some(file) => document(file)?,
-                None => {
-                    let latest = format!("{path}?read=linearizable");
-                    let mut config = target.get(&latest).await?["config"].take();
-                    for (key, value) in args.settings {
-                        put(&mut config, &key, value);
-                    }
-                    config
+            let change = |mut answer: Value| {
+                let mut config = answer["config"].take();
+                for (key, value) in &args.settings {
+                    put(&mut config, key, value.clone());
                 }
+                Ok(config)
             };
-            let answer = target.send(Method::PUT, &path, Some(&body)).await?;
+            let answer = match &args.file {
+                Some(file) => {
+                    target
+                        .send(Method::PUT, &path, Some(&document(file)?))
+                        .await?
+                }
+                None => target.edit(&path, change).await?,
+            };
             args.write.done(&format!("{name} set"), &answer)
         }
     }

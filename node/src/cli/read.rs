@@ -23,7 +23,7 @@ pub(super) struct ReadArgs {
 }
 
 /// Runs `quorate status`. A replica that is not ready is shown, too, and makes the command fail.
-pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn status(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
     let cluster = args.target.get("/admin/v1/cluster").await?;
     let digest = args.target.get("/admin/v1/digest").await?;
     let readiness = args.target.readiness().await?;
@@ -38,8 +38,7 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
             "cluster": cluster, "digest": digest, "readiness": readiness, "cache": cache,
             "discovery": discovery,
         });
-        print_json(&all)?;
-        return Ok(code);
+        return Ok((json_text(&all)?, code));
     }
     let found = cluster["peers"].as_array().filter(|it| !it.is_empty());
     let reasons = readiness["reasons"].as_array().into_iter().flatten();
@@ -87,12 +86,8 @@ pub(super) async fn status(args: ReadArgs) -> anyhow::Result<ExitCode> {
     let members = has_members.then(|| members(&cluster));
     let tables = members.into_iter().chain(found.map(|found| peers(found)));
     let tables: Vec<_> = tables.map(|table| table.to_string()).collect();
-    terminal::print(format_args!(
-        "{}\n\n{}",
-        lines.join("\n"),
-        tables.join("\n\n")
-    ))?;
-    Ok(code)
+    let text = format!("{}\n\n{}", lines.join("\n"), tables.join("\n\n"));
+    Ok((text, code))
 }
 
 /// Warns of a cluster whose blocks are not keyed.
@@ -316,8 +311,13 @@ pub(super) fn shown(json: &str) -> String {
 }
 
 pub(super) fn print_json(value: &Value) -> anyhow::Result<ExitCode> {
-    terminal::print(shown(&serde_json::to_string_pretty(value)?))?;
+    terminal::print(json_text(value)?)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Formats an answer for programs.
+pub(super) fn json_text(value: &Value) -> anyhow::Result<String> {
+    Ok(shown(&serde_json::to_string_pretty(value)?))
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::source::ConfigSource;
 use crate::app::{ReloadHandle, read_admin_tokens, read_api_keys};
 use crate::config::{Config, ConfigErrors, Place};
-use crate::telemetry::LogLevel;
+use crate::telemetry::{ACCESS_FILE_EXPECTED, AccessFile, LogLevel};
 use crate::{descriptors, memory};
 
 /// What a change of a setting comes to while a replica runs.
@@ -38,12 +38,19 @@ struct ChangedSetting {
     effect: Effect,
 }
 
+/// What the process writes its log with.
+pub(super) struct ReplicaLog {
+    pub(super) level: LogLevel,
+    /// `None`: the access log goes where the rest goes.
+    pub(super) access_file: Option<AccessFile>,
+}
+
 /// Reloads the config of a running replica.
 pub(super) struct ConfigReload {
     source: ConfigSource,
     /// URLs of the command line.
     backends: Vec<String>,
-    level: LogLevel,
+    log: ReplicaLog,
     api_keys: Option<ApiKeys>,
     admin_tokens: Option<AdminTokens>,
     engine_keys: EngineKeys,
@@ -60,13 +67,13 @@ impl ConfigReload {
     pub(super) fn new(
         (source, backends): (ConfigSource, Vec<String>),
         config: &Config,
-        level: LogLevel,
+        log: ReplicaLog,
         (file, replica): (SharedFileSettings, ReloadHandle),
     ) -> Self {
         Self {
             source,
             backends,
-            level,
+            log,
             api_keys: config.api_keys.clone(),
             admin_tokens: config.admin_tokens.clone(),
             engine_keys: config.engine_keys.clone(),
@@ -103,10 +110,41 @@ impl ConfigReload {
     }
 
     async fn reload(&mut self) -> ReloadResult {
-        let result = self.read().await;
+        // Beside the config: a log is rotated whatever the config has become.
+        let reopened = self.reopen().await;
+        let mut result = self.read().await;
+        if let Err(fault) = reopened {
+            match &mut result {
+                Ok(report) => report.faults.push(fault.message),
+                Err(faults) => faults.push(fault),
+            }
+        }
         let is_clean = result.as_ref().is_ok_and(|it| it.faults.is_empty());
         self.replica.note(!is_clean);
         result
+    }
+
+    /// Opens the file of the access log again, which may have been moved away.
+    async fn reopen(&self) -> Result<(), ReloadFault> {
+        let Some(file) = self.log.access_file.clone() else {
+            return Ok(());
+        };
+        let path = file.path().to_owned();
+        // The file system may hang.
+        let outcome = match tokio::task::spawn_blocking(move || file.reopen()).await {
+            Ok(outcome) => outcome.map_err(|error| error.to_string()),
+            Err(error) => Err(error.to_string()),
+        };
+        outcome.map_err(|error| {
+            let shown = path.display();
+            let expected = ACCESS_FILE_EXPECTED;
+            tracing::error!(path = %shown, error, expected, "could not open the access log again; writing on to the old file");
+            ReloadFault {
+                message: format!("log.access_file: open {path:?} again: {error}"),
+                expected: expected.to_owned(),
+                place: "log.access_file".to_owned(),
+            }
+        })
     }
 
     async fn read(&mut self) -> ReloadResult {
@@ -137,7 +175,7 @@ impl ConfigReload {
         }
         let is_changed = |key: &str| changes.iter().any(|change| change.key == key);
         if is_changed("log.level")
-            && let Err(error) = self.level.set(&config.log.level)
+            && let Err(error) = self.log.level.set(&config.log.level)
         {
             tracing::error!(%error, "could not change the log level");
             faults.push(format!("log.level: {error}"));

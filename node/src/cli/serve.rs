@@ -2,16 +2,19 @@
 //! signals that would end a process by default are ignored.
 
 use std::convert::Infallible;
+use std::path::Path;
 use std::process::ExitCode;
 
 use api::admin::ReloadRequests;
 use lab::terminal;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::reload::{self, ConfigReload};
+use super::reload::{self, ConfigReload, ReplicaLog};
 use super::source::ConfigSource;
 use crate::app::{App, ShutdownHandle};
+use crate::config::{Config, ConfigErrors, Loaded};
 use crate::service_manager::ServiceManager;
+use crate::telemetry::{ACCESS_FILE_EXPECTED, AccessFile};
 use crate::{descriptors, memory, private, telemetry};
 
 /// `quorate serve`.
@@ -34,51 +37,91 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     if args.insecure {
         source.set.push("insecure=true".to_owned());
     }
-    let mut config = source.clone().load_with(backends.clone())?.config;
-    let level = telemetry::init(&config.log)?;
+    private::keep_new_files_private();
+    let loaded = source.clone().load_with(backends.clone())?;
+    let access_file = access_file(&loaded, source.config.as_deref())?;
+    let level = telemetry::init(&loaded.config.log, access_file.as_ref())?;
+    let mut config = loaded.config;
     descriptors::fit(&mut config.limits, descriptors::raise());
     memory::fit(&mut config.limits, memory::limit());
-    private::keep_new_files_private();
     for file in &config.secret_files {
         if private::is_open_to_others(file) {
             let file = file.display();
             tracing::warn!(%file, "key file is readable by others; chmod 600");
         }
     }
-    super::block_on(async {
-        let shutdown = ShutdownHandle::new();
-        let hangups = signal(SignalKind::hangup())?;
-        for kind in [SignalKind::user_defined1(), SignalKind::user_defined2()] {
-            tokio::spawn(reload::ignore(signal(kind)?, kind));
-        }
-        let mut interrupts = signal(SignalKind::interrupt())?;
-        let mut terminations = signal(SignalKind::terminate())?;
-        let reloaded = config.clone();
-        let (requests, asked) = ReloadRequests::channel();
-        let app = App::build(config)?.reloading_by(requests);
-        let handles = (app.file_settings(), app.reload_handle());
-        let reload = ConfigReload::new((source, backends), &reloaded, level, handles)
-            .with_certificates(app.certificates());
-        tokio::spawn(reload.follow(hangups, asked));
-        let running = tokio::spawn(run_told(app, shutdown.clone()));
-        tokio::pin!(running);
-        let mut signals = 0;
-        loop {
-            tokio::select! {
-                outcome = &mut running => {
-                    outcome??;
-                    return Ok(ExitCode::SUCCESS);
-                }
-                _ = interrupts.recv() => signals += 1,
-                _ = terminations.recv() => signals += 1,
+    let log = ReplicaLog {
+        level,
+        access_file: access_file.clone(),
+    };
+    let outcome = super::block_on(serve((source, backends), config, log));
+    // Nothing more is said of requests.
+    if let Some(file) = access_file {
+        file.flush();
+    }
+    outcome
+}
+
+/// Opens the file of the access log, if there is to be one.
+fn access_file(loaded: &Loaded, config: Option<&Path>) -> Result<Option<AccessFile>, ConfigErrors> {
+    let key = "log.access_file";
+    let Some(path) = &loaded.config.log.access_file else {
+        return Ok(None);
+    };
+    if path.canonicalize().ok() == config.and_then(|it| it.canonicalize().ok()) && path.exists() {
+        let message = format!("{key} is {path:?}, which is this config");
+        return Err(loaded.fault(key, message, "a file for nothing else"));
+    }
+    let file = AccessFile::open(path).map_err(|error| {
+        let message = format!("{key}: open {path:?}: {error}");
+        loaded.fault(key, message, ACCESS_FILE_EXPECTED)
+    })?;
+    Ok(Some(file))
+}
+
+/// Serves until it is told to leave.
+async fn serve(
+    (source, backends): (ConfigSource, Vec<String>),
+    config: Config,
+    log: ReplicaLog,
+) -> anyhow::Result<ExitCode> {
+    let shutdown = ShutdownHandle::new();
+    let hangups = signal(SignalKind::hangup())?;
+    for kind in [SignalKind::user_defined1(), SignalKind::user_defined2()] {
+        tokio::spawn(reload::ignore(signal(kind)?, kind));
+    }
+    let mut interrupts = signal(SignalKind::interrupt())?;
+    let mut terminations = signal(SignalKind::terminate())?;
+    let reloaded = config.clone();
+    let (requests, asked) = ReloadRequests::channel();
+    let app = App::build(config)?.reloading_by(requests);
+    let app = app.logging_by(log.level.clone().control());
+    let app = match &log.access_file {
+        Some(file) => app.with_access_file(file.metrics()),
+        None => app,
+    };
+    let handles = (app.file_settings(), app.reload_handle());
+    let reload = ConfigReload::new((source, backends), &reloaded, log, handles)
+        .with_certificates(app.certificates());
+    tokio::spawn(reload.follow(hangups, asked));
+    let running = tokio::spawn(run_told(app, shutdown.clone()));
+    tokio::pin!(running);
+    let mut signals = 0;
+    loop {
+        tokio::select! {
+            outcome = &mut running => {
+                outcome??;
+                return Ok(ExitCode::SUCCESS);
             }
-            if signals > 1 {
-                tracing::warn!("second signal: exiting immediately");
-                return Ok(ExitCode::from(terminal::INTERRUPTED));
-            }
-            shutdown.drain();
+            _ = interrupts.recv() => signals += 1,
+            _ = terminations.recv() => signals += 1,
         }
-    })
+        if signals > 1 {
+            tracing::warn!("second signal: exiting immediately");
+            return Ok(ExitCode::from(terminal::INTERRUPTED));
+        }
+        shutdown.drain();
+    }
 }
 
 /// Runs the replica, and tells the service manager how far it is.

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use api::settings::{self, Difference, SettingKey, SettingValues};
-use http::Method;
+use http::{HeaderValue, Method};
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Map, Value, json};
 
@@ -188,6 +188,8 @@ fn is_confirmed(count: usize) -> anyhow::Result<bool> {
 struct SettingWrite {
     path: String,
     body: Value,
+    /// Version of what it replaces; `None`: whatever is there.
+    version: Option<HeaderValue>,
     /// Keys that it changes.
     keys: Vec<String>,
 }
@@ -205,23 +207,29 @@ impl SettingWrite {
         }
         let mut writes = Vec::new();
         for (path, group) in groups {
-            let mut body = match &group[0].key {
-                SettingKey::Backend { id, .. } => backend(compared, id),
+            let (mut body, version) = match &group[0].key {
+                SettingKey::Backend { id, .. } => (backend(compared, id), None),
                 _ => present(target, &path).await?,
             };
             for it in &group {
                 overlay(&mut body, it, &compared.stated);
             }
             let keys = group.iter().map(|it| it.key.to_string()).collect();
-            writes.push(Self { path, body, keys });
+            writes.push(Self {
+                path,
+                body,
+                version,
+                keys,
+            });
         }
         Ok(writes)
     }
 
     /// Sends it; returns what became of it.
     async fn send(&self, target: &AdminTarget) -> Value {
-        let answered = target.ask(Method::PUT, &self.path, Some(&self.body)).await;
-        let answer = match answered {
+        let (body, version) = (Some(&self.body), self.version.clone());
+        let answered = target.ask_over(Method::PUT, &self.path, body, version);
+        let answer = match answered.await {
             Ok(answer) => answer,
             // It may have arrived.
             Err(error) => return json!({ "outcome": "unknown", "error": format!("{error:#}") }),
@@ -269,12 +277,14 @@ fn path_of(key: &SettingKey) -> String {
     }
 }
 
-/// Returns the present settings of a group.
-async fn present(target: &AdminTarget, path: &str) -> anyhow::Result<Value> {
-    let mut answer = target.get(&format!("{path}?read=linearizable")).await?;
-    let config = answer["config"].take();
+/// Returns the present settings of a group, with their version.
+async fn present(target: &AdminTarget, path: &str) -> anyhow::Result<(Value, Option<HeaderValue>)> {
+    let (answer, version) = target.latest(path).await?;
+    let answer = answer.success();
+    let config = answer.with_context(|| format!("GET {path}"))?["config"].take();
     let is_table = config.is_object().then_some(config);
-    is_table.with_context(|| format!("GET {path}: the answer has no config"))
+    let config = is_table.with_context(|| format!("GET {path}: the answer has no config"))?;
+    Ok((config, version))
 }
 
 /// Returns a backend as the cluster has it; empty if it does not.

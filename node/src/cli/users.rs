@@ -5,21 +5,22 @@ use std::process::ExitCode;
 
 use anyhow::bail;
 use clap::Subcommand;
-use http::{Method, StatusCode};
+use http::Method;
 use lab::terminal::{self, FittedTable, column};
 use serde_json::{Value, json};
 
 use super::client::encoded;
 use super::edit::{WriteArgs, document};
 use super::policy::{self, SettingsCommand};
-use super::read::{ReadArgs, details, limits, print_json, thousandths};
+use super::read::{ReadArgs, details, json_text, limits, print_json, thousandths};
 use super::table::cell;
+use super::watch::{WatchArgs, watch};
 
 /// What to do with users.
 #[derive(Debug, Subcommand)]
 pub(super) enum UserCommand {
     /// List users, who used most first
-    List(ReadArgs),
+    List(WatchArgs),
     /// Show all that is known of a user
     Show {
         /// Name of the user
@@ -118,7 +119,7 @@ fn weight(text: &str) -> Result<u32, String> {
 /// Runs `quorate user ...`.
 pub(super) async fn run(command: UserCommand) -> anyhow::Result<ExitCode> {
     match command {
-        UserCommand::List(args) => list(args).await,
+        UserCommand::List(args) => watch(args, list).await,
         UserCommand::Show { name, read } => {
             let user = read.target.get(&path_of(&name)).await?;
             if read.json {
@@ -150,11 +151,11 @@ fn path_of(name: &str) -> String {
 }
 
 /// Runs `quorate user list`, and `quorate users`: sorted by usage, highest first.
-pub(super) async fn list(args: ReadArgs) -> anyhow::Result<ExitCode> {
+pub(super) async fn list(args: &ReadArgs) -> anyhow::Result<(String, ExitCode)> {
     let mut users = args.target.list("/admin/v1/users", "users").await?;
     users.sort_by_key(|user| std::cmp::Reverse(user["counter_milli_tokens"].as_u64()));
     if args.json {
-        return print_json(&Value::Array(users));
+        return Ok((json_text(&Value::Array(users))?, ExitCode::SUCCESS));
     }
     let mut table = FittedTable::new(&[
         column("user"),
@@ -191,25 +192,32 @@ pub(super) async fn list(args: ReadArgs) -> anyhow::Result<ExitCode> {
             cell(&window["output"]),
         ]);
     }
-    terminal::print(table)?;
-    Ok(ExitCode::SUCCESS)
+    Ok((table.to_string(), ExitCode::SUCCESS))
 }
 
 async fn set(args: SetUserArgs) -> anyhow::Result<ExitCode> {
     let path = path_of(&args.name);
-    let body = match &args.file {
-        Some(file) => document(file)?,
-        None => args.changes(&path).await?,
+    let target = &args.write.target;
+    let answer = match &args.file {
+        Some(file) => {
+            target
+                .send(Method::PUT, &path, Some(&document(file)?))
+                .await?
+        }
+        None => {
+            // Told before anybody is asked.
+            args.changes(&Value::Null)?;
+            target.edit(&path, |present| args.changes(&present)).await?
+        }
     };
-    let answer = args.write.target.send(Method::PUT, &path, Some(&body));
-    let what = format!("user {}: set", args.name);
-    args.write.done(&what, &answer.await?)
+    args.write
+        .done(&format!("user {}: set", args.name), &answer)
 }
 
 impl SetUserArgs {
-    /// Returns what the flags change. Limits are replaced as a whole, and so is a budget, so that the
-    /// user's present ones are read.
-    async fn changes(&self, path: &str) -> anyhow::Result<Value> {
+    /// Returns what the flags change of a user. Limits are replaced as a whole, and so is a budget, so
+    /// that the present ones are laid beneath.
+    fn changes(&self, user: &Value) -> anyhow::Result<Value> {
         let mut body = json!({});
         if let Some(weight) = self.weight {
             body["weight_milli"] = json!(weight);
@@ -231,7 +239,10 @@ impl SetUserArgs {
             let given = bounds.iter().filter(|(_, bound)| !bound.is_null());
             let given: Vec<_> = given.collect();
             if !given.is_empty() {
-                let mut present = self.present(path, field).await?;
+                let mut present = match &user[field] {
+                    Value::Null => json!({}),
+                    present => present.clone(),
+                };
                 for (name, bound) in given {
                     present[name] = bound.clone();
                 }
@@ -253,20 +264,6 @@ impl SetUserArgs {
             bail!("nothing to set: give a weight, a limit, a budget, models, a cache or a file");
         }
         Ok(body)
-    }
-
-    /// Reads what the user has at present.
-    async fn present(&self, path: &str, field: &str) -> anyhow::Result<Value> {
-        let latest = format!("{path}?read=linearizable");
-        let answer = self.write.target.ask(Method::GET, &latest, None).await?;
-        if answer.status == StatusCode::NOT_FOUND {
-            return Ok(json!({}));
-        }
-        let mut user = answer.success()?;
-        Ok(match user[field].take() {
-            Value::Null => json!({}),
-            present => present,
-        })
     }
 }
 

@@ -1,21 +1,25 @@
 //! Checks `[tls]`. The files are read when a config is checked, so that a fault is found before a
 //! replica starts, and again when it starts.
 
-use api::tls::{CertificateSource, TlsSetupError};
+use std::path::PathBuf;
+
+use api::tls::{CertificateSource, ListenerFiles, TlsSetupError};
 use state::ids::ReplicaId;
 
 use super::file::ConfigFile;
 use super::read::Settings;
-use super::tls::{AdminTlsConfig, TlsConfig};
+use super::tls::{AdminTlsConfig, EppTlsConfig, TlsConfig};
 
 /// Checks that the files can be used, by the replica with this id.
 pub(super) fn check(file: &ConfigFile, id: Option<ReplicaId>, found: &mut Settings) {
     let TlsConfig {
         data,
         admin,
+        epp,
         peer,
         backends,
     } = &file.tls;
+    check_epp(epp, found);
     let keys = [
         ("cert_file", backends.cert_file.is_some()),
         ("key_file", backends.key_file.is_some()),
@@ -56,20 +60,50 @@ pub(super) fn check(file: &ConfigFile, id: Option<ReplicaId>, found: &mut Settin
     }
 }
 
+fn check_epp(epp: &EppTlsConfig, found: &mut Settings) {
+    check_listener(
+        "tls.epp",
+        [&epp.cert_file, &epp.key_file, &epp.client_ca_file],
+        ("in_the_clear", epp.in_the_clear),
+        "with TLS or without it, not both",
+        || epp.files(),
+        found,
+    );
+}
+
 fn check_admin(admin: &AdminTlsConfig, found: &mut Settings) {
+    check_listener(
+        "tls.admin",
+        [&admin.cert_file, &admin.key_file, &admin.client_ca_file],
+        ("terminated_upstream", admin.terminated_upstream),
+        "one place where TLS ends",
+        || admin.files(),
+        found,
+    );
+}
+
+/// Checks a listener that may instead be in the clear, as the key `clear` says.
+fn check_listener(
+    section: &str,
+    [cert, key, client_ca]: [&Option<PathBuf>; 3],
+    (clear, is_clear): (&str, bool),
+    expected: &str,
+    files: impl FnOnce() -> Option<ListenerFiles>,
+    found: &mut Settings,
+) {
     let keys = [
-        ("cert_file", admin.cert_file.is_some()),
-        ("key_file", admin.key_file.is_some()),
-        ("client_ca_file", admin.client_ca_file.is_some()),
+        ("cert_file", cert.is_some()),
+        ("key_file", key.is_some()),
+        ("client_ca_file", client_ca.is_some()),
     ];
-    if !are_whole("tls.admin", &keys, 2, found) {
+    if !are_whole(section, &keys, 2, found) {
         return;
     }
-    if let Some(files) = admin.files() {
-        if admin.terminated_upstream {
-            let path = "tls.admin.terminated_upstream";
-            let message = format!("{path} is true beside tls.admin.cert_file");
-            found.refuse(path, message, "one place where TLS ends");
+    if let Some(files) = files() {
+        if is_clear {
+            let path = format!("{section}.{clear}");
+            let message = format!("{path} is true beside {section}.cert_file");
+            found.refuse(&path, message, expected);
         }
         refuse(files.load().err(), found);
     }

@@ -15,17 +15,17 @@ use super::identity::IdSource;
 use super::read::Settings;
 use super::traffic::{AdminConfig, CircuitConfig, UsersConfig};
 use super::{
-    Config, certificates, cluster, discovery, engines, identity, key_file, models, requests,
-    routing, tokens_file,
+    Config, certificates, cluster, discovery, engines, identity, key_file, logging, models, picker,
+    requests, routing, tokens_file,
 };
 
 /// Checks everything and adds errors to `found`. The config is only usable if there are none.
 pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
-    listen(&file.listen, found);
-    circuit(&file.circuit, found);
+    of_process(&file, found);
     let id = replica_id(&file.node, found);
     let formation = cluster::formation(&file.cluster, found);
     let secret = cluster::secret(&file.cluster, found);
+    cluster::statefulset(&file, found);
     certificates::check(&file, id, found);
     let api_keys = api_keys(&file.users, found);
     let admin_tokens = admin_tokens(&file.admin, found);
@@ -58,6 +58,7 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         admission,
         user_defaults,
         secret_files: engines::secret_files(&file),
+        epp: picker::settings(&file, found),
         policy: routing::named(&policies, &file.routing.policy),
         routing: routing::settings(&file, &policies, found),
         select: routing::select(&file),
@@ -86,8 +87,16 @@ pub(super) fn check(file: ConfigFile, found: &mut Settings) -> Config {
         retry: file.retry,
         drain: file.drain,
         log: file.log,
+        tracing: file.tracing,
         file: FileSettings::default(),
     }
+}
+
+/// Checks what leads to no value.
+fn of_process(file: &ConfigFile, found: &mut Settings) {
+    listen(&file.listen, found);
+    circuit(&file.circuit, found);
+    logging::check_access_file(file, found);
 }
 
 /// Returns the replica's id; `None`: there is an error.
@@ -117,7 +126,9 @@ fn listen(listen: &ListenConfig, found: &mut Settings) {
         ("listen.admin", *listen.admin),
         ("listen.peer", *listen.peer),
     ];
-    for (nth, (path, mine)) in listeners.into_iter().enumerate() {
+    let picker = listen.epp.as_ref().map(|picker| ("listen.epp", **picker));
+    let listeners: Vec<_> = listeners.into_iter().chain(picker).collect();
+    for (nth, &(path, mine)) in listeners.iter().enumerate() {
         for (other_path, other) in &listeners[..nth] {
             let is_same_host = other.ip() == mine.ip()
                 || other.ip().is_unspecified()

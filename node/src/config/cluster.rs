@@ -3,10 +3,11 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use super::Formation;
-use super::file::ClusterConfig;
+use super::file::{ClusterConfig, ConfigFile};
 use super::form::{show_duration, values};
+use super::identity::IdSource;
 use super::read::Settings;
+use super::{Formation, identity};
 
 /// Reads the cluster's secret. Anyone who can read the file can act as a replica.
 pub(super) fn secret(cluster: &ClusterConfig, found: &mut Settings) -> Option<raft::Secret> {
@@ -56,6 +57,38 @@ pub(super) fn formation(cluster: &ClusterConfig, found: &mut Settings) -> Format
             expect: expect.unwrap_or(peers.len()),
             peers,
         },
+    }
+}
+
+/// Refuses a StatefulSet that this replica is no pod of.
+pub(super) fn statefulset(file: &ConfigFile, found: &mut Settings) {
+    let (set, path) = (&file.cluster.statefulset, "cluster.statefulset.name");
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-.".contains(c);
+    for (key, name) in [("name", &set.name), ("namespace", &set.namespace)] {
+        if name
+            .as_deref()
+            .is_some_and(|name| name.is_empty() || !name.chars().all(is_plain))
+        {
+            let path = format!("cluster.statefulset.{key}");
+            let message = format!("{path} is no name of an object");
+            found.refuse(&path, message, "letters, digits, `-` and `.`");
+            return;
+        }
+    }
+    let Some(name) = &set.name else { return };
+    if file.node.id.0 != IdSource::Hostname {
+        let message = format!("{path} is set, and node.id is {}", file.node.id.0.show());
+        found.refuse(path, message, "node.id = \"from-hostname\" beside it");
+        return;
+    }
+    let host = identity::host();
+    let pod = host.split('.').next().unwrap_or_default();
+    if pod.rsplit_once('-').is_none_or(|(set, _)| set != name)
+        && identity::id_of_host(&host).is_some()
+    {
+        let message = format!("{path} is {name:?}, and this host is {host:?}");
+        let expected = format!("a host that is one of its pods, such as \"{name}-0\"");
+        found.refuse(path, message, &expected);
     }
 }
 

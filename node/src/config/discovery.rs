@@ -5,8 +5,8 @@ use std::path::PathBuf;
 
 use api::backends::EngineUrl as BaseUrl;
 use api::discovery::{
-    DnsRecords, DnsSource, EngineScheme, EngineTemplate, KubernetesSource, PodChoice, SourceKind,
-    SourceSettings,
+    DnsRecords, DnsSource, EngineScheme, EngineTemplate, KubernetesAccess, KubernetesSource,
+    PodChoice, SourceKind, SourceSettings,
 };
 use api::prompt::ModelSettings;
 use state::command::{BackendSpec, Rejection};
@@ -222,12 +222,14 @@ fn kubernetes(
     }
     let server = source.api_server.as_ref();
     Some(KubernetesSource {
-        namespace: source.namespace.clone(),
+        access: KubernetesAccess {
+            namespace: source.namespace.clone(),
+            api_server: server.and_then(|server| BaseUrl::parse(&server.0).ok()),
+            token_file: source.token_file.clone(),
+            ca_file: source.ca_file.clone(),
+        },
         pods,
         port: source.port,
-        api_server: server.and_then(|server| BaseUrl::parse(&server.0).ok()),
-        token_file: source.token_file.clone(),
-        ca_file: source.ca_file.clone(),
     })
 }
 

@@ -15,6 +15,7 @@ use state::ids::ReplicaId;
 use state::policy::{Disaggregate, POLICY_NAMES, PairSettings, PolicyTables, RoutingSettings};
 
 use super::admission::AdmissionConfig;
+use super::epp::EppConfig;
 use super::form::{
     Address, ClusterName, EngineUrl, FractionForm, Host, HostPort, NodeId, Parsed, Size, Span,
     SpanRange, TokenizerName, ms,
@@ -23,7 +24,7 @@ use super::identity::IdSource;
 use super::tls::TlsConfig;
 use super::traffic::{
     AdminConfig, CircuitConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, ProbesConfig,
-    RequestsConfig, RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
+    RequestsConfig, RetryConfig, TimeoutsConfig, TracingConfig, UsageConfig, UsersConfig,
 };
 
 /// Where a pod finds what it shows to the API server.
@@ -48,6 +49,8 @@ pub struct ConfigFile {
     pub cluster: ClusterConfig,
     /// Routing policy and its settings.
     pub routing: RoutingConfig,
+    /// Gateways that ask for endpoints, at `listen.epp`.
+    pub epp: EppConfig,
     /// Certificates.
     pub tls: TlsConfig,
     /// Queueing and fairness.
@@ -76,6 +79,8 @@ pub struct ConfigFile {
     pub drain: DrainConfig,
     /// Log.
     pub log: LogConfig,
+    /// Traces of requests.
+    pub tracing: TracingConfig,
     /// Tokenizers and policies of models.
     pub models: Vec<ModelConfig>,
     /// Backends to register at start.
@@ -110,6 +115,10 @@ pub struct ListenConfig {
     /// Listener for other replicas.
     #[default(loopback(8082))]
     pub peer: Parsed<Address>,
+    /// Listener for gateways that ask which engine a request goes to: an endpoint picker of the
+    /// Gateway API Inference Extension, by gRPC, usually at port 9002. Default: none. See
+    /// docs/guide/gateways.md.
+    pub epp: Option<Parsed<Address>>,
     /// Host under which other replicas reach this one, without a port. Default: the address of
     /// `listen.peer`.
     pub advertise: Option<Parsed<Host>>,
@@ -137,6 +146,17 @@ pub struct ClusterConfig {
     /// member that it was, unless that one still runs, and adds it anew. Set it on all replicas, and
     /// only where something keeps two replicas from running under one id, as a StatefulSet does.
     pub replace_lost: bool,
+    /// Let the leader make learners voters by itself: as many that an odd number of replicas votes,
+    /// up to `voters_max`. Without it, `quorate member promote` does. Set it on all replicas, and
+    /// only with `secret_file` or `[tls.peer]`: whoever is let in gets a vote.
+    pub auto_promote: bool,
+    /// How long a learner must have kept up with the log before it is given a vote.
+    #[default(ms(10_000))]
+    pub promote_after: Parsed<Span>,
+    /// Most voters that there are by `auto_promote`. Further replicas serve as learners.
+    #[schemars(range(min = 1))]
+    #[default(5)]
+    pub voters_max: u8,
     /// File with a shared secret of at least 32 bytes. Replicas authenticate each other with it and
     /// encrypt their traffic. Without it, anybody who reaches `listen.peer` is trusted.
     pub secret_file: Option<PathBuf>,
@@ -160,6 +180,31 @@ pub struct ClusterConfig {
     /// Log bytes between snapshots; whichever limit is reached first.
     #[default(Parsed(256 << 20))]
     pub snapshot_every_bytes: Parsed<Size>,
+    /// The StatefulSet whose pods the replicas are.
+    pub statefulset: StatefulSetConfig,
+}
+
+/// `[cluster.statefulset]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct StatefulSetConfig {
+    /// Name of the StatefulSet whose pods the replicas are, with `node.id = "from-hostname"`. A
+    /// replica beyond its `replicas` leaves the cluster for good when it is stopped, and one that
+    /// was removed and is within them asks to be let in again. Not set: operators do both.
+    pub name: Option<String>,
+    /// Its namespace. Default: the one that this replica's pod is in.
+    pub namespace: Option<String>,
+    /// How long a member beyond `replicas` must have been away before the leader removes it.
+    #[default(ms(60_000))]
+    pub remove_absent_after: Parsed<Span>,
+    /// URL of the API server. Default: that of the cluster that the pod runs in.
+    pub api_server: Option<Parsed<EngineUrl>>,
+    /// File with the token for the API server.
+    #[default(format!("{SERVICE_ACCOUNT}/token").into())]
+    pub token_file: PathBuf,
+    /// File with the authorities of the API server's certificate.
+    #[default(format!("{SERVICE_ACCOUNT}/ca.crt").into())]
+    pub ca_file: PathBuf,
 }
 
 /// `[routing]`.
@@ -305,7 +350,7 @@ pub struct DiscoveryConfig {
     pub selector: Option<String>,
     /// `kubernetes`: name of an `InferencePool` that selects the pods; instead of `selector`.
     pub inference_pool: Option<String>,
-    /// `kubernetes`: port of the engines. Default: the first target port of the pool.
+    /// `kubernetes`: port of the engines. Default: the target ports of the pool, each of which is one.
     #[schemars(range(min = 1))]
     pub port: Option<u16>,
     /// `kubernetes`: URL of the API server. Default: that of the cluster that the pod runs in.

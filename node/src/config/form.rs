@@ -50,6 +50,14 @@ api::forms! {
         read: fraction,
         show: show_fraction,
     }
+    /// A part of all requests, in millionths.
+    SampleForm: u32 = "sample" {
+        pattern: r"^(0?\.\d{1,6}|0|1)$",
+        expected: "a number from 0 to 1, with at most six digits behind the point, such as 0.01",
+        integers: (0, Some(1)),
+        read: sample,
+        show: show_sample,
+    }
     /// A number of bytes.
     Size: u64 = "size" {
         pattern: r"^\d+ *(B|kB|MB|GB|KiB|MiB|GiB)?$",
@@ -180,23 +188,47 @@ fn range(text: &str) -> Option<Range<Duration>> {
 }
 
 fn fraction(text: &str) -> Option<u32> {
-    let (whole, digits) = text.split_once('.').unwrap_or((text, ""));
-    let whole: u32 = match whole {
-        "" | "0" => 0,
-        "1" => 1000,
-        _ => return None,
-    };
-    let is_number = digits.len() <= 3 && digits.bytes().all(|byte| byte.is_ascii_digit());
-    let part: u32 = format!("{digits:0<3}").parse().ok().filter(|_| is_number)?;
-    Some(whole + part).filter(|permille| (1..=1000).contains(permille))
+    up_to_one(text, 3).filter(|permille| *permille > 0)
 }
 
 fn show_fraction(permille: &u32) -> String {
-    if *permille == 1000 {
-        return "1".to_owned();
+    show_up_to_one(*permille, 3)
+}
+
+fn sample(text: &str) -> Option<u32> {
+    up_to_one(text, 6)
+}
+
+fn show_sample(ppm: &u32) -> String {
+    show_up_to_one(*ppm, 6)
+}
+
+/// A decimal number from 0 to 1, in units of its last of `places` digits.
+fn up_to_one(text: &str, places: usize) -> Option<u32> {
+    let (whole, digits) = text.split_once('.').unwrap_or((text, ""));
+    let is_number = digits.len() <= places && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let is_said = text.len() > usize::from(text.contains('.'));
+    let one = one(places);
+    let whole = match whole {
+        "" | "0" => 0,
+        "1" => one,
+        _ => return None,
+    };
+    let part: u32 = format!("{digits:0<places$}").parse().ok()?;
+    Some(whole + part).filter(|units| is_number && is_said && *units <= one)
+}
+
+fn show_up_to_one(units: u32, places: usize) -> String {
+    let digits = format!("{:0places$}", units % one(places));
+    match (units / one(places), digits.trim_end_matches('0')) {
+        (whole, "") => whole.to_string(),
+        (whole, digits) => format!("{whole}.{digits}"),
     }
-    let digits = format!("{permille:03}");
-    format!("0.{}", digits.trim_end_matches('0'))
+}
+
+/// One, with so many places.
+fn one(places: usize) -> u32 {
+    (0..places).fold(1, |one, _| one * 10)
 }
 
 fn size(text: &str) -> Option<u64> {
@@ -301,6 +333,23 @@ mod tests {
             "0", "0.0", "1.1", "2", "-0.5", "0.0005", "", ".", "1e-1", "0.+5",
         ] {
             assert_eq!(FractionForm::read(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn samples_are_from_none_to_all() {
+        for (text, ppm, shown) in [
+            ("0", 0, "0"),
+            ("0.0", 0, "0"),
+            ("0.01", 10_000, "0.01"),
+            (".000001", 1, "0.000001"),
+            ("1", 1_000_000, "1"),
+        ] {
+            assert_eq!(SampleForm::read(text), Some(ppm), "{text}");
+            assert_eq!(show_sample(&ppm), shown);
+        }
+        for wrong in ["1.1", "2", "-0.5", "0.0000005", "", ".", "1e-1", "0.+5"] {
+            assert_eq!(SampleForm::read(wrong), None, "{wrong}");
         }
     }
 

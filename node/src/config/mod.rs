@@ -10,6 +10,7 @@ mod check;
 mod cluster;
 mod discovery;
 mod engines;
+mod epp;
 mod error;
 mod file;
 mod form;
@@ -18,7 +19,9 @@ mod founding;
 pub(crate) mod fuzzing;
 mod identity;
 pub(crate) mod key_file;
+mod logging;
 mod models;
+mod picker;
 mod print;
 mod read;
 #[cfg(test)]
@@ -40,6 +43,7 @@ use api::admin::AdminTokens;
 use api::backends::{CircuitSettings, EngineAddressRules, EngineKeys};
 use api::discovery::SourceSettings;
 use api::prompt::ModelSettings;
+use api::proxy::picker::PickerSettings;
 use api::proxy::{ApiKeys, FieldRules, HeaderRules};
 use api::routing::SelectSettings;
 use api::settings::FileSettings;
@@ -52,16 +56,19 @@ use state::policy::{POLICY_NAMES, PolicyConfig, RoutingSettings};
 use self::read::{Layers, Settings};
 
 pub use api::settings::Parsed;
+pub use epp::{BodyModeName, EppConfig};
 pub use error::{ConfigError, ConfigErrors, Place};
-pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig};
+pub use file::{ClusterConfig, ConfigFile, ListenConfig, NodeConfig, StatefulSetConfig};
 pub(crate) use form::{LogFilter, values};
 pub use identity::IdSource;
 pub use print::print;
 pub use schema::schema;
-pub use tls::{AdminTlsConfig, BackendsTlsConfig, DataTlsConfig, PeerTlsConfig, TlsConfig};
+pub use tls::{
+    AdminTlsConfig, BackendsTlsConfig, DataTlsConfig, EppTlsConfig, PeerTlsConfig, TlsConfig,
+};
 pub use traffic::{
-    AdminConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, LogFormat, ProbesConfig,
-    RetryConfig, TimeoutsConfig, UsageConfig, UsersConfig,
+    AccessFormat, AdminConfig, CorsConfig, DrainConfig, LimitsConfig, LogConfig, LogFormat,
+    ProbesConfig, RetryConfig, TimeoutsConfig, TracingConfig, UsageConfig, UsersConfig,
 };
 
 /// The checked configuration of `quorate serve`.
@@ -125,6 +132,8 @@ pub struct Config {
     pub codel_target: Duration,
     /// Highest priority that a request can have.
     pub priority_max: i16,
+    /// How gateways are talked to that ask for endpoints.
+    pub epp: PickerSettings,
     /// `[tls]`.
     pub tls: TlsConfig,
     /// `[admin]`.
@@ -147,6 +156,8 @@ pub struct Config {
     pub drain: DrainConfig,
     /// `[log]`.
     pub log: LogConfig,
+    /// `[tracing]`.
+    pub tracing: TracingConfig,
     /// What the config says of each setting, to be compared with a running cluster.
     pub file: FileSettings,
 }
@@ -247,6 +258,18 @@ pub struct Loaded {
     pub(crate) values: Value,
     /// Where values that are set come from, by path.
     places: BTreeMap<String, Place>,
+}
+
+impl Loaded {
+    /// A fault of a key's value that shows only when the value is used.
+    pub(crate) fn fault(&self, key: &str, message: String, expected: &str) -> ConfigErrors {
+        let error = ConfigError {
+            message,
+            expected: expected.to_owned(),
+            place: self.places.get(key).cloned().unwrap_or(Place::Nowhere),
+        };
+        ConfigErrors::new(self.file.clone(), self.text.clone(), vec![error])
+    }
 }
 
 /// Reads and checks a config.

@@ -16,6 +16,16 @@ use super::schema::{self, SCHEMA, expected, fit, join};
 /// Reserved names of policies.
 const LATER_POLICIES: [&str; 1] = ["dlpm"];
 
+/// Lists of tables, which variables cannot set, and where they are set.
+const LISTS: [(&str, &str); 3] = [
+    (
+        "BACKENDS",
+        "[[backends]] in the config file, or serve --backend URL",
+    ),
+    ("DISCOVERY", "[[discovery]] in the config file"),
+    ("MODELS", "[[models]] in the config file"),
+];
+
 /// The layers, defaults excepted.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Layers<'a> {
@@ -323,21 +333,19 @@ impl Settings {
         if let Some((path, schema)) = keys.iter().find(|(path, _)| variable(path) == name) {
             return self.overlay(path, schema, text, place);
         }
-        let expected = if !rest.contains("__") {
+        let section = rest.split("__").next().unwrap_or(rest);
+        let list = LISTS.iter().find(|(list, _)| *list == section);
+        let expected = match list {
+            Some((_, expected)) => (*expected).to_owned(),
+            None if rest.contains("__") => {
+                nearest(name, names).unwrap_or_else(|| "QUORATE_SECTION__KEY".to_owned())
+            }
             // Single underscores are in variables of the command line, such as `QUORATE_ADMIN`, and of
             // orchestrators, such as `QUORATE_PORT`; but it may be a typo.
-            match names.find(|key| key.replace("__", "_") == name) {
+            None => match names.find(|key| key.replace("__", "_") == name) {
                 Some(meant) => meant,
-                None if matches!(rest, "MODELS" | "BACKENDS") => {
-                    "[[models]] and [[backends]] in the config file, or serve --backend URL"
-                        .to_owned()
-                }
                 None => return,
-            }
-        } else if rest.starts_with("MODELS__") || rest.starts_with("BACKENDS__") {
-            "[[models]] and [[backends]] in the config file".to_owned()
-        } else {
-            nearest(name, names).unwrap_or_else(|| "QUORATE_SECTION__KEY".to_owned())
+            },
         };
         self.error("names no key".to_owned(), expected, place);
     }

@@ -156,7 +156,7 @@ url = "ftp://10.0.1.1:8000"
              --> n1.toml:9:1
               |
             9 | flush_intervall = "20ms"
-              | ^^^^^^^^^^^^^^^ expected flush_interval, or another of bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, replace_lost, secret_file, secret_optional, snapshot_every, snapshot_every_bytes
+              | ^^^^^^^^^^^^^^^ expected flush_interval, or another of auto_promote, bootstrap_expect, election_timeout, flush_interval, heartbeat, join, name, peers, peers_dns, promote_after, replace_lost, secret_file, secret_optional, snapshot_every, snapshot_every_bytes, statefulset, voters_max
 
             error: cluster.heartbeat is 50
               --> n1.toml:10:13
@@ -245,7 +245,7 @@ listen = 5
             14:27: users.identify_by[1] is "cookie:x" (expected "api_key", "body:user" or "header:NAME" with a header's name)
             16:10: log.format is "xml" (expected "human" or "json")
             17:9: log.level is "info,raft=loud" (expected error, warn, info, debug, trace, or a filter such as "info,raft=debug")
-            18:1: unknown key log.listen (expected one of access, format, level)
+            18:1: unknown key log.listen (expected one of access, access_file, access_format, format, level)
         "#]],
     );
 }
@@ -425,7 +425,7 @@ labels = {{ zone = "{long}" }}
     let shown = brief(&layers(&text, &[], &[]).expect_err("the config must be refused"));
     let shown = shown.replace(&empty.path().display().to_string(), "KEY");
     expect![[r#"
-        2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, cors, discovery, drain, insecure, limits, listen, log, models, node, probes, requests, retry, routing, timeouts, tls, usage, users)
+        2:1: unknown key node.id (expected one of admin, admission, backends, circuit, cluster, cors, discovery, drain, epp, insecure, limits, listen, log, models, node, probes, requests, retry, routing, timeouts, tls, tracing, usage, users)
         7:20: cluster.bootstrap_expect is 2, cluster.peers names 4 (expected more than half of the peers, or two clusters could form)
         8:13: cluster.heartbeat is "500000000000y" (expected a duration from 1ms to 1day, such as "20ms" or "1m 30s")
         10:12: probes.interval is 1ms (expected 50ms or more)
@@ -487,7 +487,7 @@ fn faults_of_variables_and_flags_name_them() {
         QUORATE_NODE__ID: node.id is "0" (expected an integer from 1 to 255, or "from-hostname")
         QUORATE_NODE__IDD: names no key (expected QUORATE_NODE__ID)
         QUORATE_NODE_ID: names no key (expected QUORATE_NODE__ID)
-        QUORATE_BACKENDS__0__URL: names no key (expected [[models]] and [[backends]] in the config file)
+        QUORATE_BACKENDS__0__URL: names no key (expected [[backends]] in the config file, or serve --backend URL)
         --set drain.deadline=soon: drain.deadline is "soon" (expected a duration up to 1day, such as "5s")
         --set drain: has no value (expected section.key=value)
         --set drain.dedline=1s: names no key (expected drain.deadline)

@@ -17,6 +17,8 @@ pub struct TlsConfig {
     pub data: DataTlsConfig,
     /// TLS for operators.
     pub admin: AdminTlsConfig,
+    /// TLS for gateways that ask for endpoints.
+    pub epp: EppTlsConfig,
     /// TLS between replicas.
     pub peer: PeerTlsConfig,
     /// TLS to engines with an `https` URL. Without this section too their certificates are verified.
@@ -51,6 +53,39 @@ pub struct AdminTlsConfig {
     /// A proxy in front of the admin listener ends TLS, so that the listener may be in the clear
     /// off loopback. Nobody but the proxy may reach it then.
     pub terminated_upstream: bool,
+}
+
+/// `[tls.epp]`.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct EppTlsConfig {
+    /// Certificate of the listener for gateways in PEM, followed by those between it and its
+    /// authority. It is read again when the file changes. Default: one that this replica makes and
+    /// signs itself at each start, which gateways take that do not verify certificates, as most do
+    /// by default.
+    pub cert_file: Option<PathBuf>,
+    /// Private key of the certificate, which others may not read.
+    pub key_file: Option<PathBuf>,
+    /// Authorities in PEM. With it every gateway must show a certificate of one of them.
+    pub client_ca_file: Option<PathBuf>,
+    /// Speak without TLS, to gateways that do the same.
+    pub in_the_clear: bool,
+}
+
+impl EppTlsConfig {
+    /// Returns the files of the listener; `None` if it has none.
+    #[must_use]
+    pub fn files(&self) -> Option<ListenerFiles> {
+        let certificate = certificate("tls.epp", self.cert_file.as_ref(), self.key_file.as_ref())?;
+        let clients = self.client_ca_file.as_ref();
+        Some(ListenerFiles {
+            certificate,
+            clients: clients.map_or(ClientCertificates::Ignored, |file| {
+                ClientCertificates::Required(NamedFile::new("tls.epp.client_ca_file", file))
+            }),
+            protocols: &[b"h2"],
+        })
+    }
 }
 
 /// `[tls.peer]`.

@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 use smart_default::SmartDefault;
 
 use super::form::{
-    EngineRule, Form, HostName, Identity, LogFilter, Origin, Parsed, PlainName, Prefix, RoutedPath,
-    Size, Span, SpanOrZero, Status, UrlPath, ms,
+    EngineRule, EngineUrl, Form, HostName, Identity, LogFilter, Origin, Parsed, PlainName, Prefix,
+    RoutedPath, SampleForm, Size, Span, SpanOrZero, Status, UrlPath, ms,
 };
 
 /// `[admin]`.
@@ -41,7 +41,7 @@ pub struct AdminConfig {
     /// always.
     pub backends_allow: Vec<Parsed<EngineRule>>,
     /// Requests whose decisions this replica keeps in memory for `GET /admin/v1/decisions`, the
-    /// newest ones, within 64 MiB; 0: none.
+    /// newest ones, within 64 MiB, and the blocks of their prompts, within 32 MiB; 0: none.
     #[schemars(range(max = 1_000_000))]
     #[default(10_000)]
     pub decisions: u32,
@@ -127,8 +127,9 @@ pub struct LimitsConfig {
     /// Largest request body.
     #[default(Parsed(32 << 20))]
     pub max_body: Parsed<Size>,
-    /// Maximum number of client connections; beyond it the longest idle ones are closed. Lowered at
-    /// start if the process has too few file descriptors (docs/adr/0024).
+    /// Maximum number of client connections; beyond it the longest idle ones are closed,
+    /// first those of addresses that have more than an equal share. Lowered at start if the process
+    /// has too few file descriptors (docs/adr/0024).
     #[schemars(range(min = 1))]
     #[default(16_384)]
     pub max_connections: u32,
@@ -297,6 +298,36 @@ pub struct LogConfig {
     /// answer broke off, at most 20 of either kind per second) or `all` (a line per request). Its
     /// target is `quorate::access`, its fields are in docs/reference/access-log.md.
     pub access: LoggedRequests,
+    /// File that the access log goes to; without it, it goes to stderr with the rest of the log. It
+    /// is appended to, and opened again at SIGHUP and `quorate config reload`, so that it can be
+    /// rotated. `/dev/stdout` works where stdout is a terminal, a pipe or a file.
+    pub access_file: Option<PathBuf>,
+    /// Format of the lines of `access_file`.
+    pub access_format: AccessFormat,
+}
+
+/// `[tracing]`.
+#[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct TracingConfig {
+    /// URL of the gRPC listener of an OTLP collector, such as `http://127.0.0.1:4317`, that spans of
+    /// requests are sent to. Without it there are none.
+    pub otlp_endpoint: Option<Parsed<EngineUrl>>,
+    /// Part of the requests that are traced, of those without a `traceparent`; one with it is traced
+    /// if its client says so.
+    #[default(Parsed(1_000_000))]
+    pub sample: Parsed<SampleForm>,
+}
+
+/// Format of lines of the access log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum AccessFormat {
+    /// One JSON object per line, as on stderr with `format = "json"`.
+    #[default]
+    Json,
+    /// `key=value` each, in quotes where it has to be.
+    Logfmt,
 }
 
 /// Format of log lines.

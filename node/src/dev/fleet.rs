@@ -300,6 +300,7 @@ fn bind(id: u8, first: u16) -> anyhow::Result<(BoundSockets, Addresses)> {
         data: at(0),
         admin: at(1),
         peer: at(2),
+        epp: None,
         advertise: None,
     };
     let sockets = BoundSockets::bind(&listen)?;
@@ -364,6 +365,7 @@ fn lead_to(config: &mut Config, addresses: Addresses, peers: &[String], backends
         data: Parsed(addresses.data),
         admin: Parsed(addresses.admin),
         peer: Parsed(addresses.peer),
+        epp: None,
         advertise: None,
     };
     config.formation = Formation::Peers {

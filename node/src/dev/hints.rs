@@ -52,7 +52,7 @@ impl DevHints<'_> {
         text += "\nIn another terminal, send a prompt to two replicas. The second answer finds all\n\
                  of it cached, as x-quorate-prefix says:\n\n";
         text += &request(&self.model, &data);
-        text += "\n\nLook around:\n\n";
+        text += &format!("\n\nLook around in a browser at {}, or by\n\n", admin[0]);
         if admin[0] != DEFAULT_ADMIN {
             text += &format!("export QUORATE_ADMIN={}\n", admin.join(","));
         }
@@ -60,6 +60,7 @@ impl DevHints<'_> {
         let model = quoted(&self.model);
         let commands = [
             "status".to_owned(),
+            "top".to_owned(),
             "backends".to_owned(),
             format!("explain --model {model} --prompt \"$PROMPT\""),
         ];

@@ -54,7 +54,12 @@ fn tokens_of_the_program_open_what_their_role_may() {
     let (admin, admin_line) = token("root@ops", "admin");
     let replica = guarded(&["# who may", &viewer_line, &admin_line], "");
     assert_eq!(status(&replica, ("GET", "/livez"), None), 200);
-    for path in ["/admin/v1/cluster", "/metrics", "/", "/none"] {
+    assert_eq!(
+        status(&replica, ("GET", "/"), None),
+        200,
+        "the console is open"
+    );
+    for path in ["/admin/v1/cluster", "/metrics", "/admin/v1", "/none"] {
         assert_eq!(status(&replica, ("GET", path), None), 401, "{path}");
     }
     assert_eq!(status(&replica, ("GET", "/metrics"), Some(&viewer)), 200);

@@ -5,7 +5,7 @@ use std::process::{Output, Stdio};
 
 use serde_json::{Value, json};
 
-use super::process::{Engine, Replica, free, program, until};
+use super::process::{Engine, Replica, free, get, program, until};
 
 /// Runs commands against one replica.
 struct Operator {
@@ -222,9 +222,7 @@ fn the_replica_that_can_answer_does() {
     // One that waits for a peer has no quorum.
     let waiting = format!("[cluster]\npeers = [\"{peer}\", \"{other_peer}\"]\n");
     let waiting = Replica::start(2, peer, &waiting);
-    until("it answers", || {
-        super::process::get(waiting.admin, "/livez").is_some()
-    });
+    until("it answers", || get(waiting.admin, "/livez").is_some());
     let all = format!(
         "{nobody},http://{},{}",
         waiting.admin, operator.replica.admin
@@ -268,6 +266,38 @@ fn events_are_followed() {
     operator.done("backend drain a");
     until("the event is told", || {
         lines().contains("  backend  id=a change=draining\n")
+    });
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn events_go_on_at_another_replica() {
+    let [first, second] = free();
+    let [mut first, second] = [Replica::start(1, first, ""), Replica::start(1, second, "")];
+    for replica in [&first, &second] {
+        until("it answers", || get(replica.admin, "/livez").is_some());
+    }
+    let dir = tempfile::TempDir::new().unwrap();
+    let seen = dir.path().join("events");
+    let both = format!("{},{}", first.admin, second.admin);
+    let args = ["events", "--json", "--admin", &both];
+    let mut events = program(env!("CARGO_BIN_EXE_quorate"), &args);
+    let events = events.stdout(std::fs::File::create(&seen).unwrap());
+    let mut child = events.stderr(Stdio::null()).spawn().unwrap();
+    let connected = || {
+        let lines = std::fs::read_to_string(&seen).unwrap();
+        lines.matches("\"connected\"").count()
+    };
+    until("it is connected", || connected() == 1);
+    first.process.signal("KILL");
+    until("it is gone", || !first.process.is_running());
+    until("it is connected again", || connected() == 2);
+    // What happened in between is not known there, which is told.
+    until("it is told", || {
+        std::fs::read_to_string(&seen)
+            .unwrap()
+            .contains("\"missed\"")
     });
     child.kill().unwrap();
     child.wait().unwrap();

@@ -252,6 +252,49 @@ fn a_command_reloads_and_names_what_needs_a_restart() {
 }
 
 #[test]
+fn a_command_sets_what_a_running_replica_logs() {
+    let reloaded = Reloaded::start();
+    let admin = reloaded.replica.admin.to_string();
+    let level = |level: &str, flags: &[&str]| {
+        let output = quorate(&[&["log", "level", level, "--admin", &*admin], flags].concat());
+        let told = format!("{}{}", text(&output.stdout), text(&output.stderr));
+        (output.status.code(), told)
+    };
+    // What is not HTTP is told at this level only.
+    let nonsense = || send(reloaded.replica.data, "NO HTTP", "/", "", None);
+    let is_told = || reloaded.replica.process.log().contains("connection ended");
+    nonsense();
+    assert!(!is_told());
+    let (code, told) = level("debug", &[]);
+    assert_eq!(code, Some(0), "{told}");
+    assert!(told.contains("logs debug"), "{told}");
+    // The connection may end after its client knows.
+    nonsense();
+    reloaded
+        .replica
+        .process
+        .says(&["DEBUG", "connection ended"]);
+
+    let (code, told) = level("inof", &[]);
+    assert_eq!(code, Some(1), "{told}");
+    assert!(told.contains("expected error, warn, info"), "{told}");
+    let (code, told) = level("warn,api=info", &["--json"]);
+    let told: Value = serde_json::from_str(&told).unwrap();
+    assert_eq!(
+        (code, &told[0]["level"]),
+        (Some(0), &json!("warn,api=info"))
+    );
+    let shown = reloaded.replica.admin("/admin/v1/log");
+    assert_eq!(shown["level"], "warn,api=info");
+    // Every replica is asked, and who is not there is told.
+    let [nobody] = free();
+    let both = format!("{nobody},{admin}");
+    let output = quorate(&["log", "level", "error", "--admin", &both]);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert_eq!(reloaded.replica.admin("/admin/v1/log")["level"], "error");
+}
+
+#[test]
 fn other_signals_are_ignored() {
     let mut reloaded = Reloaded::start();
     for (name, number) in [("USR1", 10), ("USR2", 12)] {

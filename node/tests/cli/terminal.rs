@@ -1,8 +1,9 @@
 //! What people see: on a terminal of 80 columns, without colours, in a pipe.
 
 use std::fs::File;
-use std::io::Read;
-use std::process::{Command, Output};
+use std::io::{Read, Write as _};
+use std::process::{Child, Command, Output};
+use std::sync::mpsc::{Receiver, channel};
 
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
@@ -11,8 +12,8 @@ use tempfile::TempDir;
 
 use super::process::{Engine, Replica, free, program, until};
 
-/// What a command writes to a terminal with so many columns.
-pub(super) fn on_terminal(mut command: Command, columns: u16) -> String {
+/// Starts a command on a terminal of 24 lines with so many columns; returns the other end.
+fn start_on_terminal(mut command: Command, columns: u16) -> (Child, File) {
     let controller = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
     grantpt(&controller).unwrap();
     unlockpt(&controller).unwrap();
@@ -28,13 +29,17 @@ pub(super) fn on_terminal(mut command: Command, columns: u16) -> String {
     };
     tcsetwinsize(&terminal, size).unwrap();
     command.env_remove("COLUMNS").env_remove("NO_COLOR");
-    let command = command.stdout(terminal.try_clone().unwrap());
-    let mut child = command.stderr(terminal).spawn().unwrap();
-    // The terminal's end is reached once nobody else has it open.
-    command.stdout(std::process::Stdio::null());
-    command.stderr(std::process::Stdio::null());
+    command.stdin(terminal.try_clone().unwrap());
+    command.stdout(terminal.try_clone().unwrap());
+    // The terminal's end is reached once nobody else has it open, so the command goes here.
+    let child = command.stderr(terminal).spawn().unwrap();
+    (child, File::from(controller))
+}
+
+/// What a command writes to a terminal with so many columns.
+pub(super) fn on_terminal(command: Command, columns: u16) -> String {
+    let (mut child, mut controller) = start_on_terminal(command, columns);
     let mut written = Vec::new();
-    let mut controller = File::from(controller);
     let mut bytes = [0; 4096];
     while let Ok(read @ 1..) = controller.read(&mut bytes) {
         written.extend_from_slice(&bytes[..read]);
@@ -206,4 +211,74 @@ fn an_error_is_told_once() {
     let errors: Vec<&str> = told.lines().filter(|it| it.starts_with("error:")).collect();
     assert_eq!(errors.len(), 1, "{told}");
     assert_eq!(errors[0].matches("No such file").count(), 1, "{told}");
+}
+
+/// A command on a terminal, whose screen is read as it comes.
+pub(super) struct OnTerminal {
+    child: Child,
+    controller: File,
+    written: Receiver<Vec<u8>>,
+    seen: String,
+}
+
+impl OnTerminal {
+    pub(super) fn start(command: Command, columns: u16) -> Self {
+        let (child, controller) = start_on_terminal(command, columns);
+        let mut reader = controller.try_clone().unwrap();
+        let (queue, written) = channel();
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(read @ 1..) = reader.read(&mut bytes) {
+                if queue.send(bytes[..read].to_vec()).is_err() {
+                    return;
+                }
+            }
+        });
+        Self {
+            child,
+            controller,
+            written,
+            seen: String::new(),
+        }
+    }
+
+    /// Waits until one of these texts is written.
+    pub(super) fn shows(&mut self, texts: &[&str]) {
+        until(&format!("{texts:?} on the screen"), || {
+            for bytes in self.written.try_iter() {
+                self.seen += &String::from_utf8_lossy(&bytes);
+            }
+            let found = texts.iter().filter_map(|text| self.seen.find(text)).next();
+            found.map(|at| self.seen.drain(..at)).is_some()
+        });
+    }
+
+    pub(super) fn press(&mut self, keys: &str) {
+        self.controller.write_all(keys.as_bytes()).unwrap();
+    }
+
+    pub(super) fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        let sent = Command::new("kill").args(["-s", name, &pid]).status();
+        assert!(sent.unwrap().success());
+    }
+
+    /// Waits for its end, and returns its exit code.
+    pub(super) fn ended(mut self) -> Option<i32> {
+        let mut code = None;
+        until("it ends", || {
+            let status = self.child.try_wait().unwrap();
+            code = status.and_then(|status| status.code());
+            status.is_some()
+        });
+        code
+    }
+}
+
+impl Drop for OnTerminal {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
 }

@@ -1,5 +1,9 @@
 //! What tests ask replicas, as clients and as operators.
 
+use std::cell::Cell;
+
+use futures_util::future::join_all;
+
 use super::*;
 
 /// A client of both listeners of all replicas.
@@ -65,28 +69,34 @@ impl Http {
         }
     }
 
-    /// Waits until the replicas stand at one index, and checks that they then hold one state.
+    /// Waits until all replicas have told their digest at one index, and checks that it is one. The
+    /// log may go on meanwhile: then they are asked for an index that is still to come.
     pub(super) async fn agree(&self, replicas: &[Addresses]) {
+        let ahead = Cell::new(0);
         let same_index = async || {
-            let mut digests = Vec::new();
-            for at in replicas {
-                digests.push(self.digest(at).await);
-            }
-            let is_same = digests
-                .iter()
-                .all(|digest| digest["index"] == digests[0]["index"]);
-            if is_same {
+            let now = join_all(replicas.iter().map(|at| self.digest(at))).await;
+            let newest = now.iter().map(|digest| digest["index"].as_u64().unwrap());
+            let index = newest.max().unwrap() + ahead.get();
+            ahead.set((ahead.get() * 2 + 1) % 64);
+            let urls = replicas.iter().map(|at| {
+                let admin = at.admin;
+                format!("http://{admin}/admin/v1/digest?index={index}")
+            });
+            let digests = join_all(urls.map(async |url| self.get(&url).await)).await;
+            let is_told = digests.iter().all(|(status, _)| *status == StatusCode::OK);
+            if is_told {
                 assert!(
                     digests.iter().all(|digest| *digest == digests[0]),
                     "{digests:?}"
                 );
             }
-            is_same
+            is_told
         };
-        until("all replicas stand at one index", same_index).await;
+        until("all replicas tell the digest at one index", same_index).await;
     }
 
-    /// Waits until no user has a request in flight by the replicated state.
+    /// Waits until nothing is in flight, by the replicated state and by what `at` has heard of the
+    /// other replicas.
     pub(super) async fn quiet(&self, at: &Addresses) {
         let url = format!("http://{}/admin/v1/users", at.admin);
         let is_quiet = async || {
@@ -95,5 +105,14 @@ impl Http {
             !users.is_empty() && users.iter().all(|user| user["in_flight"] == 0)
         };
         until("no request is in flight", is_quiet).await;
+        // Nor by what replicas have told each other.
+        let url = format!("http://{}/admin/v1/backends", at.admin);
+        let are_idle = async || {
+            let (_, answer) = self.get(&url).await;
+            let backends = answer["backends"].as_array().unwrap();
+            let is_idle = |backend: &Value| backend["in_flight"]["cluster"] == 0;
+            backends.iter().all(is_idle)
+        };
+        until("no backend has a request", are_idle).await;
     }
 }

@@ -16,6 +16,7 @@ With `admin.tokens_file` it wants a token, unless `admin.metrics_public` is set.
 Labels are bounded by configuration (backend, replica, policy, outcome); users, prompts, keys and blocks are never labels.
 The label `model` has the first 100 models that are asked for and served, and `other` for the rest.
 Series with the label `backend` appear when the backend is registered and go when it is removed.
+A replica has at most 64 series for each backend, 64 for each model and 512 besides: 512 backends and 50 models are 36,480 at most.
 
 This page is made from the metrics of a running replica; the [runbook](../guide/runbook.md) says which to alert on.
 ";
@@ -28,6 +29,9 @@ quorate_admin_refused_total{reason=\"token\"} 1
 # TYPE quorate_route_panic gauge
 quorate_route_panic{model=\"m\"} 1
 ";
+
+/// Most series of a replica for one backend, for one model, and besides: as the introduction says.
+const SERIES_MAX: [usize; 3] = [64, 64, 512];
 
 /// What is said of one metric before its samples, and the labels these have.
 #[derive(Default)]
@@ -175,6 +179,26 @@ fn lint(page: &str) -> Vec<String> {
     faults
 }
 
+/// How many series a page has for the backend and the model that have most, and besides.
+fn series(page: &str) -> [usize; 3] {
+    let (mut backends, mut models) = (BTreeMap::new(), BTreeMap::new());
+    let mut others = 0;
+    for line in page.lines().filter(|line| !line.starts_with('#')) {
+        let label = |name: &str| {
+            let mut parts = line.split(['{', ',']);
+            parts.find_map(|part| part.strip_prefix(&format!("{name}=\"")))
+        };
+        match (label("backend"), label("model")) {
+            (Some(_), Some(_)) => panic!("backends times models: {line}"),
+            (Some(backend), None) => *backends.entry(backend).or_default() += 1,
+            (None, Some(model)) => *models.entry(model).or_default() += 1,
+            (None, None) => others += 1,
+        }
+    }
+    let most = |counts: BTreeMap<&str, usize>| counts.into_values().max().unwrap_or(0);
+    [most(backends), most(models), others]
+}
+
 /// Every metric that the code names, so that none is missed for want of a series.
 fn named_metrics() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
@@ -234,6 +258,12 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
     let page = http.text(&format!("http://{}/metrics", at.admin)).await;
     let page = [&page, IN_TROUBLE].concat();
     assert_eq!(lint(&page), Vec::<String>::new());
+    let found = series(&page);
+    let is_bounded = found
+        .iter()
+        .zip(SERIES_MAX)
+        .all(|(found, most)| (1..=most).contains(found));
+    assert!(is_bounded, "{found:?} series of {SERIES_MAX:?}");
     let reference = reference(&page);
     for name in named_metrics() {
         assert!(reference.contains(&name), "{name} is not in the reference");

@@ -4,6 +4,8 @@
 mod admin;
 #[path = "tls_engines.rs"]
 mod engines_behind_tls;
+#[path = "tls_epp.rs"]
+mod gateways;
 #[path = "tls_peers.rs"]
 mod peers;
 
@@ -143,6 +145,7 @@ fn anywhere() -> ListenConfig {
         data: Parsed(any),
         admin: Parsed(any),
         peer: Parsed(any),
+        epp: None,
         advertise: None,
     }
 }

@@ -106,6 +106,7 @@ pub async fn cluster(size: u8, election_timeout: Range<Duration>) -> Vec<Seat> {
                 first_command: Vec::new(),
             },
             replaces_lost: false,
+            promotion: None,
             heartbeat: Duration::from_millis(50),
             election_timeout: election_timeout.clone(),
             snapshot_every_entries: 50_000,

@@ -17,8 +17,9 @@ use super::disk::LogChange;
 pub(super) const SEGMENT_BYTES: usize = 4 * 1024 * 1024;
 /// Space that every write needs: several of sled's segments.
 const BYTES_MIN: u64 = 4 * SEGMENT_BYTES as u64;
-/// Space reserved beyond that, so that not every write asks for more.
-const AHEAD_BYTES: u64 = 2 * SEGMENT_BYTES as u64;
+/// Space reserved beyond that, so that not every write asks for more. At some 300 bytes a request
+/// it lasts for thousands of requests, and a full disk is noticed that much later.
+const AHEAD_BYTES: u64 = 1024 * 1024;
 /// Bytes that sled writes per byte of a command; 4.8 were measured.
 const WRITTEN_PER_BYTE: u64 = 5;
 

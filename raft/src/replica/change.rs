@@ -39,7 +39,7 @@ const RETRY: Duration = Duration::from_millis(20);
 /// Pause before a change that could not be finished is tried again.
 const FINISH_AGAIN: Duration = Duration::from_secs(1);
 /// Most entries that a learner may be behind when it is promoted.
-const LAG_MAX: u64 = 64;
+pub(super) const LAG_MAX: u64 = 64;
 /// A change that was forwarded this often has not found the leader.
 const HOPS_MAX: u32 = 2;
 
@@ -97,7 +97,10 @@ impl Replica {
     /// # Errors
     /// When it is no member or the last voter.
     pub async fn remove(&self, id: u8) -> Result<u64, ChangeError> {
-        let remove = Change::Remove(proto::Remove { id: id.into() });
+        let remove = Change::Remove(proto::Remove {
+            id: id.into(),
+            voters_min: 0,
+        });
         Ok(self.inner.change(remove).await?.index)
     }
 
@@ -244,7 +247,7 @@ impl ReplicaInner {
         Err(format!("replica {from} is a learner: ask a voter"))
     }
 
-    async fn change_here(&self, change: Change) -> Outcome {
+    pub(super) async fn change_here(&self, change: Change) -> Outcome {
         if let Change::Transfer(transfer) = &change {
             return self.transfer_here(transfer.to, TRANSFER_TIMEOUT).await;
         }
@@ -258,7 +261,10 @@ impl ReplicaInner {
                 member: Some(member),
             }) => self.describe_here(member).await,
             Change::Promote(promote) => self.promote_here(&promote).await,
-            Change::Remove(remove) => self.remove_here(remove.id).await,
+            Change::Remove(remove) => match self.check_shrink(&remove) {
+                Ok(()) => self.remove_here(remove.id).await,
+                Err(why) => Outcome::Refused(why),
+            },
             Change::Transfer(_)
             | Change::Join(proto::Join { member: None })
             | Change::Describe(proto::Describe { member: None }) => {
@@ -330,11 +336,7 @@ impl ReplicaInner {
         if !self.status.borrow().has_quorum {
             return Err(format!("no quorum to replace replica {id}"));
         }
-        let is_there = id == self.links.identity.id
-            || self.links.reachability.hears().contains(&id)
-            || (self.ask(&known.address).await)
-                .is_ok_and(|info| (info.id, info.store) == (id, known.store));
-        match is_there {
+        match self.is_there(id, known).await {
             true => Err(format!(
                 "replica {id} runs at {} with its store: give this one another node.id, or stop \
                  that one",
@@ -400,7 +402,7 @@ impl ReplicaInner {
             .await
     }
 
-    async fn remove_here(&self, id: u64) -> Outcome {
+    pub(super) async fn remove_here(&self, id: u64) -> Outcome {
         let voters = self.voters();
         if self.node(id).is_none() {
             return Outcome::Refused(format!("replica {id} is no member"));
@@ -526,7 +528,7 @@ impl ReplicaInner {
         let acked = metrics.heartbeat.as_ref()?;
         let is_heard = |id: &u64| {
             let acked = acked.get(id).copied().flatten();
-            acked.is_some_and(|acked| acked.elapsed() <= self.options.election_timeout.end)
+            acked.is_some_and(|acked| acked.elapsed() <= self.lease())
         };
         let replication = metrics.replication.as_ref()?;
         replication

@@ -50,7 +50,7 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
 const FIRST_COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Which replicas there may be, and which answered.
-struct Discovery {
+pub(super) struct Discovery {
     /// Peers by id, at the address that was asked. Leaves out this replica's own id.
     peers: BTreeMap<u64, proto::InfoResponse>,
     /// How many replicas there may be, this one included.
@@ -185,7 +185,7 @@ impl ReplicaInner {
     }
 
     /// Asks every address who is there.
-    async fn find(&self, peers: &Peers) -> Discovery {
+    pub(super) async fn find(&self, peers: &Peers) -> Discovery {
         let (addresses, unresolved) = match peers {
             Peers::List(addresses) => (addresses.clone(), None),
             Peers::Dns(name) => match tokio::net::lookup_host(name).await {
@@ -337,7 +337,7 @@ impl ReplicaInner {
     }
 
     /// Asks members, one after the other, to be added to their cluster.
-    async fn ask_in(&self, found: &Discovery) -> Result<(), String> {
+    pub(super) async fn ask_in(&self, found: &Discovery) -> Result<(), String> {
         let member = wire::member(self.links.identity.id, &self.described(0));
         let mut problem = "no peer is in a cluster".to_owned();
         for info in found.peers.values().filter(|info| info.is_member) {

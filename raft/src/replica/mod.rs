@@ -6,10 +6,12 @@ mod introduction;
 mod leader_contact;
 mod leadership;
 pub(crate) mod peers;
+mod promotion;
 mod propose;
 mod rebuild;
 mod removal;
 mod search;
+mod shrink;
 #[cfg(test)]
 mod tests;
 mod upkeep;
@@ -289,6 +291,7 @@ impl ReplicaInner {
         self.spawn(formation::keep_membership(self.clone()));
         self.spawn(removal::notice(self.clone()));
         self.spawn(change::finish_changes(self.clone()));
+        self.spawn(promotion::give_votes(self.clone()));
         self.spawn(formation::propose_first_command(self.clone()));
     }
 

@@ -95,7 +95,7 @@ impl ReplicaInner {
 
     /// The newest membership here, committed or not: its log index, and ids and addresses of the
     /// others.
-    fn others(&self) -> (u64, Vec<(u64, String)>) {
+    pub(super) fn others(&self) -> (u64, Vec<(u64, String)>) {
         self.with_metrics(|metrics| {
             let stored = &metrics.membership_config;
             let others = stored

@@ -98,7 +98,14 @@ async fn a_learner_or_stranger_changes_nobody_and_is_given_no_vote() {
             "is not among the peers in the leader's config",
         ),
         (7, promote(7, 0), "replica 7 is a learner: ask a voter"),
-        (7, Change::Remove(proto::Remove { id: 2 }), "ask a voter"),
+        (
+            7,
+            Change::Remove(proto::Remove {
+                id: 2,
+                voters_min: 0,
+            }),
+            "ask a voter",
+        ),
         (
             7,
             Change::Transfer(proto::Transfer { to: 2 }),

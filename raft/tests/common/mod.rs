@@ -60,6 +60,7 @@ pub fn options(id: u8, data_dir: &Path, formation: Formation) -> ReplicaOptions 
         labels: BTreeMap::from([("version".to_owned(), "1".to_owned())]),
         formation,
         replaces_lost: false,
+        promotion: None,
         heartbeat: Duration::from_millis(50),
         election_timeout: Duration::from_millis(200)..Duration::from_millis(400),
         snapshot_every_entries: 10_000,

@@ -6,12 +6,13 @@ use bincode::de::Decoder;
 use bincode::enc::Encoder;
 use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::role::BackendRole;
 use crate::bounds::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 use crate::reject::Rejection;
-use crate::validate::{ensure, is_name};
+use crate::validate::{ensure, is_name, is_plain};
 
 /// Maximum number of models, and of labels, of one backend.
 const LIST_ENTRIES_MAX: usize = 256;
@@ -52,7 +53,9 @@ fn any_model() -> Vec<String> {
 
 /// Facts that an engine reports about itself. A field is `None` if it was not asked or not
 /// reported.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize, Deserialize, JsonSchema,
+)]
 pub struct EngineFacts {
     /// Model ids from its `/v1/models`, sorted.
     pub models: Option<Vec<String>>,
@@ -69,9 +72,8 @@ impl BackendSpec {
     /// # Errors
     /// [`Rejection::Invalid`] with the first field that is out of bounds.
     pub fn validate(&self) -> Result<(), Rejection> {
-        let is_id = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'.' | b'_' | b'-');
         ensure(
-            is_name(&self.id) && self.id.bytes().all(is_id),
+            is_name(&self.id) && is_plain(&self.id),
             "id",
             "1 to 256 characters of [A-Za-z0-9._-]",
         )?;

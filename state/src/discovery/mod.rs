@@ -12,8 +12,9 @@ use bincode::{Decode, Encode};
 
 use crate::backends::BackendSpec;
 use crate::reject::Rejection;
-use crate::validate::{ensure, is_name};
+use crate::validate::{ensure, is_name, is_plain};
 
+pub use crate::validate::is_id_char;
 pub use plan::{EngineCondition, KnownFleet, RefusedEngine, SourcePlan, SourceRules, ToldEngine};
 pub(crate) use table::Discovered;
 pub use table::{DiscoveredBackend, LostBackend};
@@ -81,6 +82,5 @@ impl Discovery {
 /// Whether this can be the id of a source.
 #[must_use]
 pub fn is_source(id: &str) -> bool {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    (1..=SOURCE_ID_BYTES_MAX).contains(&id.len()) && id.bytes().all(is_plain)
+    (1..=SOURCE_ID_BYTES_MAX).contains(&id.len()) && is_plain(id)
 }

@@ -98,12 +98,10 @@ impl SourcePlan {
         let (accepted, refused) = EngineJudge::new(rules, fleet, &held).judge(told);
         plan.refused = refused;
         plan.find(&accepted, &held);
-        let returned = plan.changes.len();
         // What is refused is told of all the same, so a backend of that id is not lost.
         let ids: BTreeSet<&str> = told.iter().map(|engine| &*engine.spec.id).collect();
-        let is_told = |id: &str| ids.contains(id);
-        plan.lose(rules, (&accepted, &is_told), &held, returned);
-        plan.forget(rules, &is_told, &held, now_ms);
+        plan.lose(rules, (&accepted, &ids), &held);
+        plan.forget(rules, &ids, &held, now_ms);
         plan
     }
 
@@ -121,17 +119,16 @@ impl SourcePlan {
     }
 
     /// Has those drain that are leaving, and of those that are not told of, or not ready, as many as
-    /// may be lost at once.
+    /// may be lost at once. Those that return are already among the changes.
     fn lose(
         &mut self,
         rules: &SourceRules,
-        (accepted, is_told): (&AcceptedEngines<'_>, &dyn Fn(&str) -> bool),
+        (accepted, told): (&AcceptedEngines<'_>, &BTreeSet<&str>),
         held: &HeldBackends<'_>,
-        changed: usize,
     ) {
         let condition = |id: &str| accepted.get(id).map(|engine| engine.condition);
-        let returns = self.changes[..changed]
-            .iter()
+        let changed = self.changes.iter();
+        let returns = changed
             .filter_map(|change| held.get(change.backend()))
             .filter(|(_, known)| known.lost.is_some());
         let lost = held.values().filter(|(_, known)| known.lost.is_some());
@@ -140,9 +137,9 @@ impl SourcePlan {
         let (leaving, others): (Vec<_>, Vec<_>) =
             present.partition(|(id, _)| condition(id) == Some(EngineCondition::Leaving));
         room = room.saturating_sub(leaving.len());
-        let missing = others
-            .into_iter()
-            .filter(|(id, _)| condition(id) == Some(EngineCondition::NotReady) || !is_told(id));
+        let missing = others.into_iter().filter(|(id, _)| {
+            condition(id) == Some(EngineCondition::NotReady) || !told.contains(*id)
+        });
         let missing: Vec<_> = missing.collect();
         self.withheld = missing.len().saturating_sub(room);
         let lose = leaving.into_iter().chain(missing.into_iter().take(room));
@@ -156,7 +153,7 @@ impl SourcePlan {
     fn forget(
         &mut self,
         rules: &SourceRules,
-        is_told: &dyn Fn(&str) -> bool,
+        told: &BTreeSet<&str>,
         held: &HeldBackends<'_>,
         now_ms: u64,
     ) {
@@ -167,7 +164,7 @@ impl SourcePlan {
         };
         let due = held
             .iter()
-            .filter(|(id, (_, known))| is_due(known) && !is_told(id))
+            .filter(|(id, (_, known))| is_due(known) && !told.contains(*id))
             .take(part(rules, held.len()));
         self.changes
             .extend(due.map(|(id, _)| DiscoveryChange::Forgotten {

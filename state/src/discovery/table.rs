@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::is_source;
 use crate::ids::Slot;
 
 /// What the cluster knows of a backend that a source put.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 pub struct DiscoveredBackend {
     /// Id of the source.
     pub source: String,
@@ -18,7 +19,7 @@ pub struct DiscoveredBackend {
 }
 
 /// A backend that its source does not have, or says takes no requests.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 pub struct LostBackend {
     /// Replicated time at which it was lost, in milliseconds.
     pub since_ms: u64,

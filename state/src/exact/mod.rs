@@ -43,6 +43,7 @@ mod tree;
 mod tests;
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 
 pub(crate) use evictions::CacheFill;
 pub use evictions::{ComingEvictions, EvictionsView};
@@ -147,7 +148,7 @@ pub struct KvMessage {
 }
 
 /// Reason why the known state may be out of date.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum KvDoubt {
     /// Messages are missing and are being replayed.
@@ -161,7 +162,7 @@ pub enum KvDoubt {
 }
 
 /// Reason why an engine's events cannot be used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum KvRefusal {
     /// The engine's block size differs from the router's.

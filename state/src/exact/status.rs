@@ -1,5 +1,6 @@
 //! Status of followed engines, for readers, operators and metrics.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::exact::entries::CachedBlocks;
@@ -7,7 +8,7 @@ use crate::exact::{KvDoubt, KvRefusal};
 use crate::ids::{BackendRef, BlockHash, EngineHash};
 
 /// Source of a backend's ownership.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum KvMode {
     /// The engine's events, all of which are applied up to the newest one known to the reader.
@@ -31,7 +32,7 @@ impl KvMode {
 }
 
 /// Reason why a backend is not exact.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum KvReason {
     /// The known state may be out of date.
@@ -76,7 +77,7 @@ impl std::fmt::Display for KvReason {
 }
 
 /// Mode and reason of a followed backend, as published in the registry.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct KvCondition {
     /// Source of the ownership.
     pub mode: KvMode,
@@ -100,7 +101,7 @@ impl KvCondition {
 }
 
 /// Status of a followed backend.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct KvStatus {
     /// Backend that is followed.
     pub backend: BackendRef,
@@ -117,7 +118,7 @@ pub struct KvStatus {
 }
 
 /// Status of one rank of a followed backend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct KvRankStatus {
     /// Data-parallel rank.
     pub rank: u16,

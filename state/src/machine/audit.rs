@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::ids::{LogIndex, ReplicaId};
@@ -11,7 +12,7 @@ use crate::ids::{LogIndex, ReplicaId};
 pub const AUDIT_ENTRIES_MAX: usize = 256;
 
 /// One admin write that took effect.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 pub struct AuditEntry {
     /// Log index of the write.
     pub index: LogIndex,
@@ -26,7 +27,7 @@ pub struct AuditEntry {
 }
 
 /// Kind of an admin write.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum AuditAction {
     /// The cluster was initialised.

@@ -8,12 +8,13 @@
 //! has mass.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::histogram::Histogram;
 
 /// Upper ends of all bins but the last, which is open. Ascending, the first above 0.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode, Serialize, JsonSchema)]
 #[serde(transparent)]
 pub struct Boundaries {
     edges: Vec<u32>,

@@ -45,7 +45,10 @@ pub use cost::CostSettings;
 pub use epp::EppSettings;
 pub use least_kv::LeastKvSettings;
 pub use lmetric::LmetricSettings;
-pub use pair::{BackendPair, Disaggregate, PairSettings, WholeReason, choose_pair, is_worth_two};
+pub use pair::{
+    BackendPair, Disaggregate, Handover, PairSettings, PairSides, WholeReason, choose_pair,
+    is_worth_two,
+};
 pub use preble_e2::PrebleE2Settings;
 pub use prefix_cache::PrefixCacheSettings;
 pub use rank::{MatchBy, Needs, SessionNames, Touch};
@@ -62,7 +65,9 @@ macro_rules! policies {
         $variant:ident $(($settings:ident: $type:ty))?, $name:literal, $policy:expr;
     )*) => {
         /// The live policy with its settings. Replicated, changed by `PUT /admin/v1/policy`.
-        #[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize, Deserialize)]
+        #[derive(
+            Debug, Clone, PartialEq, Encode, Decode, Serialize, Deserialize, JsonSchema,
+        )]
         #[serde(tag = "policy", rename_all = "kebab-case", deny_unknown_fields)]
         pub enum PolicyConfig {
             $($(#[$attribute])* $variant $(($type))?,)*
@@ -195,7 +200,7 @@ policies! {
 pub const MODEL_POLICIES_MAX: usize = 64;
 
 /// Routing settings other than the live policy. Replicated, changed by `PUT /admin/v1/routing`.
-#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RoutingSettings {
     /// Policies of models that do not use the live one.
@@ -284,7 +289,7 @@ pub struct PolicyRequest {
 }
 
 /// Weighted tokens used within the window, in thousandths of a token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct UserTokens {
     /// Usage of the request's user.
     pub own_milli: u64,
@@ -318,7 +323,7 @@ pub struct Candidate {
 }
 
 /// Prices of a backend's work before a first token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct Prices {
     /// Nanoseconds per uncached prompt token.
     pub prefill_ns_per_token: u32,
@@ -341,7 +346,7 @@ pub struct Choice {
 }
 
 /// Reason for choosing a candidate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reason {
     /// The only candidate.

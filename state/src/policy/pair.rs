@@ -32,6 +32,28 @@ pub enum Disaggregate {
     Always,
 }
 
+/// How the KV cache of a prompt gets from the backend that computes it to the one that answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Handover {
+    /// By what the first one's answer says, as with vLLM. Each can do all of a request alone.
+    Answer,
+    /// Both get the request at once and meet in a room that it names, as with SGLang. Neither does
+    /// anything alone.
+    Room,
+}
+
+/// Backends of either side that hand over in one way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PairSides<'a> {
+    /// The way.
+    pub handover: Handover,
+    /// Those that may compute the prompt.
+    pub prefill: &'a [Candidate],
+    /// Those that may answer.
+    pub decode: &'a [Candidate],
+}
+
 /// Settings of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PairSettings {
@@ -56,7 +78,7 @@ impl Default for PairSettings {
 }
 
 /// Why a request goes to one backend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum WholeReason {
     /// It is not one whose stages can be apart: no completion, several prompts or choices, or one
@@ -77,6 +99,8 @@ pub enum WholeReason {
 /// Two backends for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BackendPair {
+    /// How they hand over.
+    pub handover: Handover,
     /// Computes the prompt.
     pub prefill: Choice,
     /// Answers.
@@ -105,27 +129,42 @@ pub fn is_worth_two(
     }
 }
 
-/// Chooses a backend on either side for a request that would otherwise go to `whole`. The order of
-/// candidates does not matter.
+/// Chooses a backend on either side for a request that would otherwise go to `whole`; `None`: no
+/// backend can do all of it. Both are of one of the `sides`. The order of candidates does not
+/// matter.
 ///
 /// # Errors
-/// Why one backend is better.
+/// Why one backend is better, or why there are no two.
 pub fn choose_pair(
     policy: &PolicyConfig,
     request: &PolicyRequest,
-    (settings, whole): (&PairSettings, &Candidate),
-    prefill: &[Candidate],
-    decode: &[Candidate],
+    (settings, whole): (&PairSettings, Option<&Candidate>),
+    sides: &[PairSides<'_>],
 ) -> Result<BackendPair, WholeReason> {
-    let choice = choose(policy, request, prefill).ok_or(WholeReason::NoPrefill)?;
-    let mut chosen = prefill.iter().filter(|it| it.slot == choice.slot);
+    let mut complete = sides.iter().filter(|side| !side.decode.is_empty());
+    let computing = complete.clone().flat_map(|side| side.prefill);
+    let computing: Vec<Candidate> = computing.copied().collect();
+    let Some(prefill) = choose(policy, request, &computing) else {
+        let is_any = sides.iter().any(|side| !side.prefill.is_empty());
+        return Err(match is_any {
+            true => WholeReason::NoDecode,
+            false => WholeReason::NoPrefill,
+        });
+    };
+    let is_chosen = |candidate: &&Candidate| candidate.slot == prefill.slot;
+    let mut chosen = computing.iter().filter(is_chosen);
     let is_patient = settings.disaggregate == Disaggregate::Always;
-    if !is_patient && chosen.any(|chosen| request.takes_too_long(chosen, whole)) {
+    if let Some(whole) = whole.filter(|_| !is_patient)
+        && chosen.any(|chosen| request.takes_too_long(chosen, whole))
+    {
         return Err(WholeReason::PrefillBusy);
     }
-    let decode = choose(policy, &request.fetched(), decode).ok_or(WholeReason::NoDecode)?;
+    let side = complete.find(|side| side.prefill.iter().any(|it| is_chosen(&it)));
+    let side = side.ok_or(WholeReason::NoPrefill)?;
+    let decode = choose(policy, &request.fetched(), side.decode).ok_or(WholeReason::NoDecode)?;
     Ok(BackendPair {
-        prefill: choice,
+        handover: side.handover,
+        prefill,
         decode,
     })
 }

@@ -18,6 +18,7 @@ mod bucket;
 #[cfg(test)]
 mod tests;
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::budgets::{BudgetPeriod, BudgetStatus};
@@ -57,7 +58,7 @@ pub struct LimitRejection {
 }
 
 /// Remainder of a user's limits. `None`: unlimited.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct RemainingLimits {
     /// Requests that would be admitted right now.
     pub requests: Option<u64>,

@@ -8,6 +8,7 @@
 //! backend is only marked.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::ServiceSample;
@@ -40,7 +41,7 @@ pub(crate) struct Accuracy {
 
 /// Accuracy of the predictions for one backend, over roughly the last hundred thousand prompt
 /// tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct AccuracyView {
     /// Prompt tokens whose caching the engine reported, faded.
     pub prompt_tokens: u64,

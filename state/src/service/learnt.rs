@@ -10,6 +10,7 @@
 //! scratch.
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::ServiceSample;
@@ -79,7 +80,7 @@ pub(crate) struct PriceLearner {
 }
 
 /// Learned prices of a backend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct LearntPrices {
     /// Delay of a first token by one uncached prompt token, in nanoseconds.
     pub prefill_ns_per_token: u32,

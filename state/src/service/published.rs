@@ -1,12 +1,13 @@
 //! Published service data: one entry per backend, updated when a sample or a setting changes it.
 
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::{AccuracyView, LearntPrices, LimitFigures};
 use crate::ids::{BackendRef, Slot};
 
 /// Source of a backend's capacity.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum CapacitySource {
     /// The operator's value.
@@ -18,7 +19,7 @@ pub enum CapacitySource {
 }
 
 /// Service figures of one backend.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct BackendServiceView {
     /// Backend that the figures belong to.
     #[serde(skip)]

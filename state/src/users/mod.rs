@@ -45,6 +45,7 @@ use bincode::de::Decoder;
 use bincode::enc::Encoder;
 use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::budgets::{Budget, BudgetStatus};
@@ -65,7 +66,7 @@ use window::UsageWindow;
 pub use window::{WINDOW_BUCKET_MS, WINDOW_BUCKETS};
 
 /// Tokens and requests of one user. Sums saturate.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize, JsonSchema)]
 pub struct UserUsage {
     /// Prompt tokens that the engines computed.
     pub input_uncached: u64,

@@ -44,6 +44,62 @@ impl Tokens {
     }
 }
 
+#[tokio::test]
+async fn a_caller_with_a_token_is_told_its_role() {
+    let tokens = Tokens::new();
+    let bench = tokens.bench();
+    for role in AdminRole::ALL {
+        let asked = call_of(("GET", "/admin/v1/whoami"), Some(&tokens.of(role)), None);
+        let told = bench.send(asked).await.json();
+        let expected = json!({
+            "replica": 1,
+            "name": format!("a-{role}"),
+            "role": role.name(),
+            "by": "token",
+        });
+        assert_eq!(told, expected);
+    }
+}
+
+#[tokio::test]
+async fn the_console_is_open_and_what_it_shows_is_not() {
+    let tokens = Tokens::new();
+    let bench = tokens.bench();
+    let page = bench.send(call_of(("GET", "/"), None, None)).await;
+    assert_eq!(page.status, StatusCode::OK);
+    let policy = page.headers["content-security-policy"].to_str().unwrap();
+    assert!(
+        policy.starts_with("default-src 'none'; script-src 'self';"),
+        "{policy}"
+    );
+    assert!(!policy.contains("unsafe"), "{policy}");
+    let script = bench
+        .send(call_of(("GET", "/console/app.js"), None, None))
+        .await;
+    assert_eq!(
+        script.headers["content-type"],
+        "text/javascript; charset=utf-8"
+    );
+    assert_eq!(script.headers["x-content-type-options"], "nosniff");
+    let mut again = call_of(("GET", "/console/app.js"), None, None);
+    let tag = script.headers["etag"].clone();
+    again.headers_mut().insert("if-none-match", tag);
+    assert_eq!(bench.send(again).await.status, StatusCode::NOT_MODIFIED);
+    for path in ["/console/none.js", "/console/../app.js"] {
+        let none = bench.send(call_of(("GET", path), None, None)).await;
+        assert_ne!(none.status, StatusCode::OK, "{path}");
+    }
+    for path in [
+        "/admin/v1",
+        "/admin/v1/cluster",
+        "/admin/v1/events",
+        "/admin/v1/whoami",
+    ] {
+        let refused = bench.send(call_of(("GET", path), None, None)).await;
+        assert_eq!(refused.status, StatusCode::UNAUTHORIZED, "{path}");
+    }
+}
+
 fn call_of(
     (method, path): (&str, &str),
     authorization: Option<&str>,
@@ -77,26 +133,36 @@ fn path_of(route: &str) -> String {
         .replace("{request_id}", "r")
 }
 
-#[test]
-fn every_route_asks_for_a_role() {
+/// Every call with what it asks for.
+fn listing() -> String {
     let mut listing = String::new();
     for route in ROUTES {
-        for (method, permission) in route.methods {
-            let needed = match permission {
+        for call in route.calls {
+            let needed = match call.permission {
                 Permission::Open => "-",
                 Permission::Scrape => "viewer, or admin.metrics_public",
                 Permission::Role(role) => role.name(),
             };
-            listing.push_str(&format!("{method} {}: {needed}\n", route.path));
+            listing.push_str(&format!("{} {}: {needed}\n", call.method, route.path));
         }
     }
+    listing
+}
+
+#[test]
+fn every_route_asks_for_a_role() {
     // Who adds a route decides here who may call it.
     expect![[r#"
-        GET /: viewer
+        GET /: -
+        GET /console/{file}: -
+        GET /admin/v1: viewer
         GET /livez: -
         GET /readyz: -
         GET /metrics: viewer, or admin.metrics_public
+        GET /admin/v1/openapi.json: viewer
         GET /admin/v1/cluster: viewer
+        GET /admin/v1/whoami: viewer
+        GET /admin/v1/replicas: viewer
         POST /admin/v1/cluster/members: admin
         DELETE /admin/v1/cluster/members/{id}: admin
         POST /admin/v1/cluster/members/{id}/promote: admin
@@ -117,6 +183,7 @@ fn every_route_asks_for_a_role() {
         PUT /admin/v1/users/{name}: operator
         DELETE /admin/v1/users/{name}: operator
         POST /admin/v1/users/{name}/forgive: operator
+        GET /admin/v1/waiting: viewer
         GET /admin/v1/user-defaults: viewer
         PUT /admin/v1/user-defaults: operator
         GET /admin/v1/cache: viewer
@@ -127,10 +194,18 @@ fn every_route_asks_for_a_role() {
         DELETE /admin/v1/keys/{id}: operator
         POST /admin/v1/keys/{id}/rotate: operator
         GET /admin/v1/ownership: viewer
+        GET /admin/v1/ownership/prefixes: viewer
         GET /admin/v1/blocks/{hash}: viewer
         POST /admin/v1/explain: viewer
         GET /admin/v1/decisions: viewer
         GET /admin/v1/decisions/{request_id}: viewer
+        GET /admin/v1/recordings: viewer
+        POST /admin/v1/recordings: operator
+        GET /admin/v1/recordings/last: viewer
+        GET /admin/v1/recordings/{id}: viewer
+        DELETE /admin/v1/recordings/{id}: operator
+        POST /admin/v1/recordings/{id}/stop: operator
+        POST /admin/v1/policy/what-if: viewer
         GET /admin/v1/policy: viewer
         PUT /admin/v1/policy: operator
         DELETE /admin/v1/policy: operator
@@ -138,13 +213,15 @@ fn every_route_asks_for_a_role() {
         PUT /admin/v1/routing: operator
         GET /admin/v1/config: viewer
         POST /admin/v1/config/reload: operator
+        GET /admin/v1/log: viewer
+        PUT /admin/v1/log: operator
         GET /admin/v1/bins: viewer
         GET /admin/v1/admission: viewer
         PUT /admin/v1/admission: operator
         GET /admin/v1/audit: viewer
         GET /admin/v1/events: viewer
     "#]]
-    .assert_eq(&listing);
+    .assert_eq(&listing());
 }
 
 #[tokio::test]
@@ -155,7 +232,7 @@ async fn the_table_lists_every_method_that_a_path_takes() {
     for route in ROUTES {
         for method in ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"] {
             let like = if method == "HEAD" { "GET" } else { method };
-            let is_listed = route.methods.iter().any(|(listed, _)| *listed == like);
+            let is_listed = route.calls.iter().any(|call| call.method == like);
             let path = path_of(route.path);
             let is_taken = bench.status_for((method, &path), Some(&admin)).await != 405;
             assert_eq!(is_taken, is_listed, "{method} {}", route.path);
@@ -168,10 +245,10 @@ async fn each_route_takes_the_roles_of_the_table_and_no_weaker_ones() {
     let tokens = Tokens::new();
     let bench = tokens.bench();
     for route in ROUTES {
-        for (method, permission) in route.methods {
-            let path = path_of(route.path);
-            let asked = (*method, path.as_str());
-            let is_open = *permission == Permission::Open;
+        for call in route.calls {
+            let (path, permission) = (path_of(route.path), call.permission);
+            let asked = (call.method.as_str(), path.as_str());
+            let is_open = permission == Permission::Open;
             for wrong in [
                 None,
                 Some("Bearer wrong"),

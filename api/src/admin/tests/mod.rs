@@ -3,11 +3,17 @@
 
 mod backups;
 mod caches;
+mod conventions;
+mod events;
 mod gate;
 mod keys;
+mod log_level;
+mod openapi;
 mod origins;
 mod probes;
 mod reads;
+mod recordings;
+mod replicas;
 mod settings;
 mod writes;
 
@@ -25,6 +31,7 @@ use state::policy::PolicyConfig;
 use state::users::FairnessSettings;
 use tower::ServiceExt;
 
+use self::log_level::log_level;
 use super::*;
 use crate::admission::Admission;
 use crate::api_keys::KeyRules;
@@ -176,6 +183,7 @@ fn status() -> ClusterStatus {
         unjoined: None,
         peers: Vec::new(),
         waiting: None,
+        scaling: None,
         version: "0.0.0",
         members: BTreeMap::from([
             (ReplicaId(1), member("127.0.0.1:1", Some(0))),
@@ -238,7 +246,6 @@ impl Bench {
         });
         let settings = Arc::new(ProxySettings::new(ReplicaId(1)));
         let requests = Arc::new(RequestReader::new(&router, settings));
-        let decisions = DecisionLog::new(ReplicaId(1), Clock::default(), 10);
         let readiness = Arc::new(ReadinessCheck {
             cluster: Arc::clone(&cluster) as Arc<dyn Cluster>,
             view: Arc::clone(&view),
@@ -250,7 +257,7 @@ impl Bench {
             is_insecure: false,
         });
         let admin = Arc::new(Admin {
-            decisions: Arc::new(decisions),
+            decisions: Arc::new(DecisionLog::new(ReplicaId(1), Clock::default(), 10)),
             requests,
             cluster: Arc::clone(&cluster) as Arc<dyn Cluster>,
             view,
@@ -263,12 +270,14 @@ impl Bench {
             backends,
             metrics: Arc::new(Metrics::default()),
             digests,
+            figures: Arc::default(),
             kv_board: Arc::default(),
             discovery: Arc::default(),
             events: EventBus::default(),
             readiness,
             file: SharedFileSettings::new(file()),
             reload: None,
+            log_level: Some(log_level()),
             hosts: vec!["Quorate-1.example".to_owned()],
             tokens,
             certified: None,
@@ -321,19 +330,31 @@ impl Bench {
     }
 
     async fn send(&self, request: Request<Body>) -> Answer {
+        let (method, path) = (request.method().clone(), request.uri().path().to_owned());
         let response = self.api.clone().oneshot(request).await.unwrap();
         let (head, body) = response.into_parts();
         let body = body.collect().await.unwrap().to_bytes();
-        Answer {
+        let answer = Answer {
             status: head.status,
             headers: head.headers,
             body: String::from_utf8(body.to_vec()).unwrap(),
-        }
+        };
+        openapi::check_documented(method.as_str(), &path, &answer);
+        answer
     }
 
     async fn call(&self, method: &str, path: &str, body: &str) -> Answer {
         let request = Request::builder().method(method).uri(path);
         let request = request.header("content-type", "application/json");
+        self.send(request.body(Body::from(body.to_owned())).unwrap())
+            .await
+    }
+
+    /// Puts what may replace only these versions.
+    async fn put_if(&self, path: &str, versions: &str, body: &str) -> Answer {
+        let request = Request::builder().method("PUT").uri(path);
+        let request = request.header("content-type", "application/json");
+        let request = request.header("if-match", versions);
         self.send(request.body(Body::from(body.to_owned())).unwrap())
             .await
     }

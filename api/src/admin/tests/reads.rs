@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use http_body_util::BodyExt;
 use state::command::{Charge, EngineFacts, Item};
 use state::ids::{BackendRef, UserKey};
 use tokio_util::sync::CancellationToken;
@@ -409,36 +408,6 @@ async fn what_the_data_plane_would_refuse_is_not_explained() {
 }
 
 #[tokio::test]
-async fn events_are_streamed_until_the_replica_stops() {
-    let bench = Bench::new();
-    let request = Request::get("/admin/v1/events")
-        .body(Body::empty())
-        .unwrap();
-    let response = bench.api.clone().oneshot(request).await.unwrap();
-    assert_eq!(response.headers()["content-type"], "text/event-stream");
-    let mut body = response.into_body();
-    let mut next = async || {
-        let frame = body.frame().await?.unwrap();
-        Some(String::from_utf8(frame.into_data().unwrap().to_vec()).unwrap())
-    };
-    let hello = next().await.unwrap();
-    assert_eq!(hello, "event: connected\ndata: {\"applied_index\":1}\n\n");
-    bench
-        .admin
-        .events
-        .send(ClusterEvent::Quorum { has_quorum: false });
-    let event = next().await.unwrap();
-    assert!(
-        event.starts_with("event: quorum\ndata: {\"at_ms\":"),
-        "{event}"
-    );
-    assert!(event.contains("\"has_quorum\":false"), "{event}");
-    assert!(event.ends_with("id: 1\n\n"), "{event}");
-    bench.admin.readiness.lifecycle.end_streams();
-    assert_eq!(next().await, None);
-}
-
-#[tokio::test]
 async fn event_streams_are_bounded_and_given_back() {
     let bench = Bench::new();
     let open = async || {
@@ -483,8 +452,8 @@ async fn changes_are_found_and_sent() {
 }
 
 #[test]
-fn changes_of_status_and_registry_are_told_in_order() {
-    use crate::events::{BackendChange, MemberChange, registry_changes, status_changes};
+fn changes_of_the_status_are_told_in_order() {
+    use crate::events::{MemberChange, status_changes};
     let before = status();
     let mut after = before.clone();
     after.term = 4;
@@ -518,7 +487,11 @@ fn changes_of_status_and_registry_are_told_in_order() {
         ]
     );
     assert_eq!(status_changes(&after, &after), []);
+}
 
+#[test]
+fn changes_of_the_registry_are_told_in_order() {
+    use crate::events::{BackendChange, registry_changes};
     let bench = Bench::with_backends();
     let before = bench.admin.view.registry();
     bench.apply(Command::DeleteBackend {
@@ -552,4 +525,12 @@ fn changes_of_status_and_registry_are_told_in_order() {
     assert_ne!(handle(&after), handle(&later));
     let changes = registry_changes(&after, &later);
     assert_eq!(changes[0], backend("gpu-1", BackendChange::Restarted));
+    let empty = Bench::new().admin.view.registry();
+    assert_eq!(
+        registry_changes(&empty, &after)[..2],
+        [
+            backend("gpu-1", BackendChange::Added),
+            backend("gpu-1", BackendChange::Draining),
+        ]
+    );
 }

@@ -148,10 +148,10 @@ const WRONG: &[(&str, &str, &str, &str)] = &[
     ("GET", "/admin/v1/users?limit=0", "", "limit"),
     ("GET", "/admin/v1/users?limit=1001", "", "limit"),
     ("GET", "/admin/v1/users?cursor=zz", "", "cursor"),
-    ("GET", "/admin/v1/users?page=2", "", "query"),
-    ("GET", "/admin/v1/cluster?read=stale", "", "query"),
+    ("GET", "/admin/v1/users?page=2", "", "page"),
+    ("GET", "/admin/v1/cluster?read=stale", "", "read"),
     ("GET", "/admin/v1/blocks/12", "", "hash"),
-    ("GET", "/admin/v1/digest?index=-1", "", "query"),
+    ("GET", "/admin/v1/digest?index=-1", "", "index"),
 ];
 
 #[tokio::test]

@@ -17,12 +17,15 @@ use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use serde_json::Value;
 use tokio::net::TcpStream;
-use tokio::task::AbortHandle;
 use tokio_rustls::{TlsConnector, TlsStream};
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::backends::EngineUrl;
-use crate::discovery::KubernetesSource;
+use crate::discovery::KubernetesAccess;
 use crate::tls::{Certificates, ClientFiles, MaybeTls, NamedFile};
+
+/// Drives a connection, which ends with it.
+type ApiConnection = AbortOnDropHandle<()>;
 
 /// Variables that tell a pod where the API server is.
 const SERVER_VARIABLES: [&str; 2] = ["KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"];
@@ -76,17 +79,17 @@ pub(super) struct ApiClient {
 
 impl ApiClient {
     /// Reads token and authorities anew, which change as they expire.
-    pub(super) fn new(source: &KubernetesSource) -> Result<Self, ApiError> {
-        let server = match &source.api_server {
+    pub(super) fn new(access: &KubernetesAccess) -> Result<Self, ApiError> {
+        let server = match &access.api_server {
             Some(server) => server.clone(),
             None => in_cluster()?,
         };
-        let token = &source.token_file;
+        let token = &access.token_file;
         let authorization = match std::fs::read_to_string(token) {
             Ok(token) => {
                 let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()));
                 let mut value = value.map_err(|_| {
-                    let shown = source.token_file.display();
+                    let shown = access.token_file.display();
                     ApiError::Setup(format!("{shown} holds no token"))
                 })?;
                 value.set_sensitive(true);
@@ -101,7 +104,7 @@ impl ApiClient {
         };
         let tls = match server.is_tls() {
             false => None,
-            true => Some(trust(source)?),
+            true => Some(trust(access)?),
         };
         Ok(Self {
             server,
@@ -156,8 +159,8 @@ impl ApiClient {
         let stream =
             stream.map_err(|error| ApiError::Connect(self.server.as_str().to_owned(), error))?;
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-        let driver = tokio::spawn(async move { drop(connection.await) }).abort_handle();
-        let connection = ApiConnection(driver);
+        let driver = tokio::spawn(async move { drop(connection.await) });
+        let connection = AbortOnDropHandle::new(driver);
         let mut request = Request::get(path).header(ACCEPT, "application/json");
         request = request.header(USER_AGENT, concat!("quorate/", env!("CARGO_PKG_VERSION")));
         if let Some(host) = self.server.host_header() {
@@ -199,11 +202,11 @@ fn in_cluster() -> Result<EngineUrl, ApiError> {
     url.map_err(|error| ApiError::Setup(format!("{}: {error}", SERVER_VARIABLES.join(", "))))
 }
 
-fn trust(source: &KubernetesSource) -> Result<Arc<ClientConfig>, ApiError> {
+fn trust(access: &KubernetesAccess) -> Result<Arc<ClientConfig>, ApiError> {
     let files = ClientFiles {
         authorities: Some(NamedFile {
             key: "discovery.ca_file".into(),
-            path: source.ca_file.clone(),
+            path: access.ca_file.clone(),
         }),
         trusts_system: false,
         certificate: None,
@@ -212,15 +215,6 @@ fn trust(source: &KubernetesSource) -> Result<Arc<ClientConfig>, ApiError> {
     let certificates = Certificates::load("discovery", files);
     let certificates = certificates.map_err(|error| ApiError::Setup(error.to_string()))?;
     Ok(certificates.current())
-}
-
-/// A connection, closed on drop.
-struct ApiConnection(AbortHandle);
-
-impl Drop for ApiConnection {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }
 
 /// A watch: a line of JSON per event.

@@ -6,6 +6,7 @@
 
 mod client;
 mod pods;
+mod statefulset;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,8 +15,9 @@ use serde_json::Value;
 
 use self::client::{ApiClient, ApiError, WatchStream};
 use self::pods::{PodTable, WatchEvent};
+pub use self::statefulset::StatefulSetScale;
 use super::board::{DiscoveryBoard, SourceReading};
-use super::{EngineTemplate, KubernetesSource, PodChoice};
+use super::{EngineTemplate, KubernetesAccess, KubernetesSource, PodChoice};
 use crate::backends::EngineDialer;
 
 /// First pause after a failure; each further one doubles.
@@ -31,12 +33,16 @@ const PODS_MAX: usize = 16_384;
 /// File in which a pod finds its namespace.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 
-/// Which pods are engines, and at which port.
+/// Most engines of one pod: as many target ports as a pool may have.
+const PORTS_MAX: usize = 8;
+
+/// Which pods are engines, and at which ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Selection {
     /// Label selector, as the API takes it.
     selector: String,
-    port: u16,
+    /// Each is an engine of its own.
+    ports: Vec<u16>,
 }
 
 /// Why following has to start over.
@@ -76,7 +82,7 @@ pub(super) async fn follow(
     };
     loop {
         let before = follower.heard_count();
-        match follower.follow_once().await {
+        match follower.watch().await.unwrap_or_else(Ended::from) {
             Ended::Expired | Ended::OtherSelection => follower.followed = None,
             Ended::Quietly => {}
             Ended::Failed(error) => {
@@ -109,17 +115,10 @@ impl PodFollower<'_> {
     }
 
     /// Lists if needed, then watches until something ends that.
-    async fn follow_once(&mut self) -> Ended {
-        match self.watch().await {
-            Ok(ended) => ended,
-            Err(error) => error.into(),
-        }
-    }
-
     async fn watch(&mut self) -> Result<Ended, ApiError> {
         let client = match self.client.take() {
             Some(client) => client,
-            None => ApiClient::new(self.source)?,
+            None => ApiClient::new(&self.source.access)?,
         };
         let client = self.client.insert(client).clone();
         let pods_path = self.pods_path()?;
@@ -134,7 +133,6 @@ impl PodFollower<'_> {
         let opened = open(&client, &pods_path, (&selection, &pods)).await;
         let mut stream = match opened {
             Ok(stream) => stream,
-            Err(ApiError::Expired) => return Ok(Ended::Expired),
             Err(error) => {
                 self.followed = Some((selection, pods));
                 return Err(error);
@@ -180,25 +178,13 @@ impl PodFollower<'_> {
     }
 
     fn tell(&self, selection: &Selection, pods: &PodTable) {
-        let reading: SourceReading = pods.reading(selection.port, self.template, self.dialer);
+        let reading: SourceReading = pods.reading(&selection.ports, self.template, self.dialer);
         self.board.told(&self.template.source, Ok(reading));
     }
 
-    fn namespace(&self) -> Result<String, ApiError> {
-        match &self.source.namespace {
-            Some(namespace) => Ok(namespace.clone()),
-            None => {
-                let read = std::fs::read_to_string(NAMESPACE_FILE);
-                let read = read.map_err(|error| {
-                    ApiError::Setup(format!("read {NAMESPACE_FILE}: {error}; set namespace"))
-                })?;
-                Ok(read.trim().to_owned())
-            }
-        }
-    }
-
     fn pods_path(&self) -> Result<String, ApiError> {
-        Ok(format!("/api/v1/namespaces/{}/pods", self.namespace()?))
+        let namespace = namespace(&self.source.access)?;
+        Ok(format!("/api/v1/namespaces/{namespace}/pods"))
     }
 
     /// Returns which pods are engines.
@@ -207,12 +193,12 @@ impl PodFollower<'_> {
             PodChoice::Selector(selector) => {
                 return Ok(Selection {
                     selector: selector.clone(),
-                    port: self.source.port.unwrap_or_default(),
+                    ports: vec![self.source.port.unwrap_or_default()],
                 });
             }
             PodChoice::Pool(name) => name,
         };
-        let namespace = self.namespace()?;
+        let namespace = namespace(&self.source.access)?;
         let path = format!(
             "/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{name}"
         );
@@ -220,6 +206,41 @@ impl PodFollower<'_> {
         of_pool(&pool, self.source.port)
             .map_err(|what| ApiError::Unexpected(format!("the InferencePool {name} has {what}")))
     }
+}
+
+/// Follows a watch without a server, for the fuzz target; `check` is handed what each event leaves.
+#[cfg(feature = "fuzzing")]
+pub(super) fn fuzzed(
+    lines: &[u8],
+    template: &EngineTemplate,
+    dialer: &EngineDialer,
+    check: impl Fn(&SourceReading),
+) {
+    let mut pods = PodTable::default();
+    for line in lines.split(|byte| *byte == b'\n') {
+        let Ok(event) = serde_json::from_slice(line) else {
+            return;
+        };
+        if pods.apply(&event).is_err() {
+            return;
+        }
+        let reading = pods.reading(&[8000], template, dialer);
+        let told = reading.engines.len() + reading.refused.len();
+        assert!(told <= pods.len(), "{told} of {} pods", pods.len());
+        check(&reading);
+    }
+}
+
+/// Returns the namespace that is meant.
+fn namespace(access: &KubernetesAccess) -> Result<String, ApiError> {
+    if let Some(namespace) = &access.namespace {
+        return Ok(namespace.clone());
+    }
+    let read = std::fs::read_to_string(NAMESPACE_FILE);
+    let read = read.map_err(|error| {
+        ApiError::Setup(format!("read {NAMESPACE_FILE}: {error}; set namespace"))
+    })?;
+    Ok(read.trim().to_owned())
 }
 
 /// Reads an `InferencePool`; the error is what it lacks.
@@ -233,16 +254,38 @@ fn of_pool(pool: &Value, port: Option<u16>) -> Result<Selection, &'static str> {
     if labels.is_empty() {
         return Err("no labels in spec.selector.matchLabels");
     }
-    let told = pool["spec"]["targetPorts"][0]["number"].as_u64();
-    let port = port.or_else(|| u16::try_from(told?).ok());
+    let ports = match port {
+        Some(port) => vec![port],
+        None => target_ports(&pool["spec"]["targetPorts"])?,
+    };
     let terms: Vec<String> = labels
         .iter()
         .map(|(name, value)| format!("{name}={value}"))
         .collect();
     Ok(Selection {
         selector: terms.join(","),
-        port: port.ok_or("no spec.targetPorts, and port is not set")?,
+        ports,
     })
+}
+
+/// Reads the ports of a pool, in its order.
+fn target_ports(told: &Value) -> Result<Vec<u16>, &'static str> {
+    let told = told.as_array().filter(|told| !told.is_empty());
+    let told = told.ok_or("no spec.targetPorts, and port is not set")?;
+    let mut ports = Vec::new();
+    for port in told {
+        let number = port["number"].as_u64();
+        let number = number.and_then(|number| u16::try_from(number).ok());
+        let number = number.filter(|number| *number > 0);
+        let number = number.ok_or("a port in spec.targetPorts that is none")?;
+        if !ports.contains(&number) {
+            ports.push(number);
+        }
+    }
+    match ports.len() <= PORTS_MAX {
+        true => Ok(ports),
+        false => Err("more than 8 spec.targetPorts"),
+    }
 }
 
 /// Lists all pods, page by page.
@@ -298,19 +341,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pool_says_which_pods_and_which_port() {
-        let pool = json!({"spec": {
-            "selector": {"matchLabels": {"app": "vllm", "a/b": "c"}},
-            "targetPorts": [{"number": 8000}],
-        }});
-        let selector = "a/b=c,app=vllm".to_owned();
-        let selected = |port| Selection {
-            selector: selector.clone(),
-            port,
+    fn a_pool_says_which_pods_and_which_ports() {
+        let pool = |ports: Value| {
+            json!({"spec": {
+                "selector": {"matchLabels": {"app": "vllm", "a/b": "c"}},
+                "targetPorts": ports,
+            }})
         };
-        assert_eq!(of_pool(&pool, None), Ok(selected(8000)));
-        assert_eq!(of_pool(&pool, Some(9)), Ok(selected(9)));
+        let selected = |ports: &[u16]| Selection {
+            selector: "a/b=c,app=vllm".to_owned(),
+            ports: ports.to_vec(),
+        };
+        let two = pool(json!([{"number": 8001}, {"number": 8000}, {"number": 8001}]));
+        assert_eq!(of_pool(&two, None), Ok(selected(&[8001, 8000])));
+        assert_eq!(of_pool(&two, Some(9)), Ok(selected(&[9])));
+        let nine: Vec<_> = (1..=9).map(|number| json!({"number": number})).collect();
         for without in [
+            pool(json!([])),
+            pool(json!([{"number": 0}])),
+            pool(json!([{"number": 8000}, {"number": 65536}])),
+            pool(nine.into()),
             json!({}),
             json!({"spec": {"selector": {"matchLabels": {}}}}),
             json!({"spec": {"selector": {"matchLabels": {"a": "b"}}}}),

@@ -7,6 +7,7 @@ use serde_json::Value;
 use state::command::{BackendRole, BackendSpec};
 use state::discovery::{EngineCondition, RefusedEngine, ToldEngine};
 
+use super::PODS_MAX;
 use super::client::ApiError;
 use crate::backends::EngineDialer;
 use crate::discovery::EngineTemplate;
@@ -100,6 +101,10 @@ impl PodTable {
         let happened = match event["type"].as_str() {
             Some("ADDED" | "MODIFIED") => {
                 self.put(object);
+                if self.pods.len() > PODS_MAX {
+                    // A list says so, and keeps none of them.
+                    return Err(ApiError::Expired);
+                }
                 WatchEvent::Changed
             }
             Some("DELETED") => {
@@ -123,27 +128,32 @@ impl PodTable {
         Ok(happened)
     }
 
-    /// Returns the engines that the pods are.
+    /// Returns the engines that the pods are, one at each port.
     pub(super) fn reading(
         &self,
-        port: u16,
+        ports: &[u16],
         template: &EngineTemplate,
         dialer: &EngineDialer,
     ) -> SourceReading {
         let mut reading = SourceReading::default();
+        let at_ports: Vec<_> = at_ports(ports, template).collect();
         for (name, pod) in &self.pods {
+            let named = |at: &EngineAtPort| format!("{name}{}", at.suffix);
             let Some(ip) = pod.ip else {
                 // It has not begun, or has ended: a backend that it was goes on as one that leaves.
                 if pod.condition == EngineCondition::Leaving {
-                    reading.engines.push(left(name, template));
+                    let leaving = |at: &EngineAtPort| {
+                        at.template.nowhere(&named(at), EngineCondition::Leaving)
+                    };
+                    reading.engines.extend(at_ports.iter().map(leaving));
                 }
                 continue;
             };
             match dialer.check_told(ip) {
-                Ok(()) => reading.engines.push(ToldEngine {
-                    spec: spec(name, (ip, port), pod, template),
+                Ok(()) => reading.engines.extend(at_ports.iter().map(|at| ToldEngine {
+                    spec: spec(&named(at), (ip, at.port), pod, &at.template),
                     condition: pod.condition,
-                }),
+                })),
                 Err(refused) => reading.refused.push(RefusedEngine {
                     engine: name.clone(),
                     reason: refused.to_string(),
@@ -154,6 +164,34 @@ impl PodTable {
     }
 }
 
+/// What the engines of all pods at one port have in common.
+struct EngineAtPort {
+    port: u16,
+    /// Behind the pod's name; nothing where pods have one engine each.
+    suffix: String,
+    template: EngineTemplate,
+}
+
+/// As ranks do, each engine of a pod tells of its blocks at the port behind that of the one before.
+fn at_ports(ports: &[u16], template: &EngineTemplate) -> impl Iterator<Item = EngineAtPort> {
+    let is_alone = ports.len() == 1;
+    ports.iter().zip(0..).map(move |(port, rank): (_, u16)| {
+        let moved = |first: Option<u16>| first?.checked_add(rank);
+        EngineAtPort {
+            port: *port,
+            suffix: match is_alone {
+                true => String::new(),
+                false => format!("-{port}"),
+            },
+            template: EngineTemplate {
+                kv_events_port: moved(template.kv_events_port),
+                kv_replay_port: moved(template.kv_replay_port),
+                ..template.clone()
+            },
+        }
+    })
+}
+
 fn spec(name: &str, place: (IpAddr, u16), pod: &Pod, template: &EngineTemplate) -> BackendSpec {
     let mut spec = template.at(Some(name), place, &pod.labels);
     let told = spec.labels.remove(ROLE_LABEL);
@@ -162,15 +200,6 @@ fn spec(name: &str, place: (IpAddr, u16), pod: &Pod, template: &EngineTemplate) 
         spec.role = role;
     }
     spec
-}
-
-/// A pod that has no address any more. It is not put, so where it was does not matter.
-fn left(name: &str, template: &EngineTemplate) -> ToldEngine {
-    let nowhere = (IpAddr::from([0, 0, 0, 0]), 1);
-    ToldEngine {
-        spec: template.at(Some(name), nowhere, &BTreeMap::new()),
-        condition: EngineCondition::Leaving,
-    }
 }
 
 #[cfg(test)]
@@ -188,7 +217,7 @@ mod tests {
 
     fn told(pods: &PodTable) -> Vec<String> {
         let dialer = EngineDialer::default();
-        let reading = pods.reading(8000, &template("pods"), &dialer);
+        let reading = pods.reading(&[8000], &template("pods"), &dialer);
         let engines = reading.engines.iter().map(|engine| {
             format!(
                 "{} {} {:?}",
@@ -231,6 +260,51 @@ mod tests {
     }
 
     #[test]
+    fn each_port_of_a_pod_is_an_engine_with_events_of_its_own() {
+        let mut pods = PodTable::default();
+        pods.put(&pod("a", "10.0.0.1", "True"));
+        let mut failed = pod("b", "10.0.0.2", "False");
+        failed["status"] = json!({"phase": "Failed"});
+        pods.put(&failed);
+        pods.put(&pod("c", "127.0.0.1", "True"));
+        let template = EngineTemplate {
+            kv_events_port: Some(5557),
+            kv_replay_port: Some(u16::MAX),
+            ..template("pods")
+        };
+        let reading = pods.reading(&[8000, 8010], &template, &EngineDialer::default());
+        let told = reading.engines.iter().map(|engine| {
+            let spec = &engine.spec;
+            let ports = (spec.kv_events.as_deref(), spec.kv_replay.as_deref());
+            (&*spec.id, &*spec.url, ports)
+        });
+        let nowhere = "http://0.0.0.0:1";
+        assert_eq!(
+            told.collect::<Vec<_>>()[..2],
+            [
+                (
+                    "pods-a-8000",
+                    "http://10.0.0.1:8000",
+                    (Some("tcp://10.0.0.1:5557"), Some("tcp://10.0.0.1:65535"))
+                ),
+                (
+                    "pods-a-8010",
+                    "http://10.0.0.1:8010",
+                    (Some("tcp://10.0.0.1:5558"), None)
+                ),
+            ]
+        );
+        let leaving = reading.engines[2..].iter();
+        let leaving: Vec<_> = leaving.map(|it| (&*it.spec.id, &*it.spec.url)).collect();
+        assert_eq!(
+            leaving,
+            [("pods-b-8000", nowhere), ("pods-b-8010", nowhere)]
+        );
+        let refused: Vec<_> = reading.refused.iter().map(|it| &*it.engine).collect();
+        assert_eq!(refused, ["c"]);
+    }
+
+    #[test]
     fn labels_of_pods_become_those_of_backends_and_one_is_the_role() {
         let mut object = pod("a", "10.0.0.1", "True");
         object["metadata"]["labels"][ROLE_LABEL] = json!("prefill");
@@ -239,7 +313,7 @@ mod tests {
         pods.put(&object);
         let mut template = template("pods");
         template.labels = BTreeMap::from([("zone".to_owned(), "config's".to_owned())]);
-        let reading = pods.reading(1, &template, &EngineDialer::default());
+        let reading = pods.reading(&[1], &template, &EngineDialer::default());
         let spec = &reading.engines[0].spec;
         assert_eq!(spec.role, BackendRole::Prefill);
         let labels: Vec<_> = spec
@@ -266,6 +340,13 @@ mod tests {
         let deleted = event("DELETED", pod("a", "10.0.0.1", "True"));
         assert_eq!(apply(&mut pods, deleted), Ok(WatchEvent::Changed));
         assert_eq!(pods.len(), 0);
+        for number in 0..PODS_MAX {
+            let name = format!("p{number}");
+            pods.apply(&event("ADDED", pod(&name, "10.0.0.1", "True")))
+                .unwrap();
+        }
+        let beyond = event("ADDED", pod("beyond", "10.0.0.1", "True"));
+        assert!(matches!(pods.apply(&beyond), Err(ApiError::Expired)));
         let gone = event("ERROR", json!({"code": 410, "message": "too old"}));
         assert!(matches!(pods.apply(&gone), Err(ApiError::Expired)));
         let other = event("ERROR", json!({"code": 500, "message": "etcd"}));

@@ -14,7 +14,7 @@ use tokio::task::AbortHandle;
 use super::*;
 use crate::backends::EngineUrl;
 use crate::discovery::kubernetes::follow;
-use crate::discovery::{KubernetesSource, PodChoice};
+use crate::discovery::{KubernetesAccess, KubernetesSource, PodChoice};
 
 /// What the server does with a request.
 enum ScriptStep {
@@ -83,12 +83,14 @@ impl ApiStandIn {
 
 fn source(at: SocketAddr, pods: PodChoice, token_file: std::path::PathBuf) -> KubernetesSource {
     KubernetesSource {
-        namespace: Some("llm".to_owned()),
         port: matches!(pods, PodChoice::Selector(_)).then_some(8000),
         pods,
-        api_server: Some(EngineUrl::parse(&format!("http://{at}")).unwrap()),
-        token_file,
-        ca_file: std::path::PathBuf::new(),
+        access: KubernetesAccess {
+            namespace: Some("llm".to_owned()),
+            api_server: Some(EngineUrl::parse(&format!("http://{at}")).unwrap()),
+            token_file,
+            ca_file: std::path::PathBuf::new(),
+        },
     }
 }
 

@@ -164,6 +164,7 @@ impl Cluster for Log {
             unjoined: None,
             peers: Vec::new(),
             waiting: None,
+            scaling: None,
             version: "0.0.0",
             members: BTreeMap::new(),
         }

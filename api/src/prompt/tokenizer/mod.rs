@@ -21,7 +21,9 @@ mod streaks;
 mod template;
 #[cfg(test)]
 mod tests;
+mod vocabulary;
 
+use schemars::JsonSchema;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -40,6 +42,7 @@ pub use self::remote::tokenize_question;
 pub(crate) use self::remote::{
     DEADLINE, EngineTokenizer, TokenizeRequest, TokenizeResult, question,
 };
+pub use self::vocabulary::Vocabulary;
 
 /// What is kept of tokens met before, per tokenizer, in bytes.
 const CACHE_BYTES_MAX: usize = 64 * 1024 * 1024;
@@ -62,15 +65,6 @@ pub enum TokenizerSpec {
     Engine,
     /// `engine:FILE`: so, and a `tokenizer.json` for what engines do not answer.
     EngineOr(PathBuf),
-}
-
-/// A vocabulary in the binary.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Vocabulary {
-    /// `cl100k_base`.
-    Cl100k,
-    /// `o200k_base`.
-    O200k,
 }
 
 /// A tokenizer's name that is none.
@@ -132,7 +126,7 @@ impl TokenizerLoadError {
 }
 
 /// Why a prompt is identified by its characters although its model has a tokenizer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fallback {
     /// The body is not what its path takes.
@@ -272,12 +266,7 @@ impl Tokenizer {
     ) -> Result<Arc<Self>, TokenizerLoadError> {
         let kind = match &spec {
             TokenizerSpec::Character => TokenizerKind::Character,
-            TokenizerSpec::Tiktoken(Vocabulary::Cl100k) => {
-                TokenizerKind::Tiktoken(tiktoken_rs::cl100k_base_singleton())
-            }
-            TokenizerSpec::Tiktoken(Vocabulary::O200k) => {
-                TokenizerKind::Tiktoken(tiktoken_rs::o200k_base_singleton())
-            }
+            TokenizerSpec::Tiktoken(vocabulary) => TokenizerKind::Tiktoken(vocabulary.tokenizer()),
             TokenizerSpec::HuggingFace(file) => {
                 TokenizerKind::HuggingFace(Box::new(HuggingFace::load(file, chat_template)?))
             }

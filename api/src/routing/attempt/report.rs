@@ -9,6 +9,7 @@ use crate::routing::predictions::Prediction;
 use crate::routing::record::AttemptReport;
 use crate::routing::reply::ReplyEnd;
 use crate::routing::samples::{EndedRequest, RunningRequests};
+use crate::traces::TracedEnd;
 
 impl OpenAttempt {
     /// How the answer ended. Its tokens are known where the engine's count covers all of it.
@@ -64,6 +65,25 @@ impl OpenAttempt {
             charged: [charged.input_uncached, charged.input_cached, charged.output],
             first_byte: self.began.map(|began| self.stopwatch.elapsed(began)),
             duration: self.stopwatch.elapsed(now),
+        });
+    }
+
+    /// Tells the span what came of it.
+    pub(super) fn end_trace(&mut self, end: AttemptEnd, at: Instant) {
+        let Some(trace) = self.trace.take() else {
+            return;
+        };
+        let charged = &self.charged;
+        let known = self.usage.map(|usage| {
+            let cached = usage.cached_tokens.unwrap_or(charged.input_cached);
+            [usage.prompt_tokens, cached, usage.completion_tokens]
+        });
+        trace.end(&TracedEnd {
+            outcome: end.label(),
+            is_whole: end == AttemptEnd::Finished,
+            is_failure: matches!(end, AttemptEnd::Broken | AttemptEnd::Failed),
+            tokens: known,
+            at,
         });
     }
 

@@ -75,10 +75,18 @@ impl Attempt {
 
     /// The prompt was computed, with this report. Its blocks stay held until the answer begins.
     pub fn prefilled(&mut self, attempt: PrefillAttempt, usage: Option<Usage>, now: Instant) {
+        self.prompt_computed(usage, now);
         let stage = self.open.as_mut().and_then(|open| open.prefill.as_mut());
         if let Some(stage) = stage {
             stage.attempt = Some(attempt);
-            stage.ended = Some(now);
+        }
+    }
+
+    /// The prompt was computed at `at`, with this report, by who drives its stage still.
+    pub fn prompt_computed(&mut self, usage: Option<Usage>, at: Instant) {
+        let stage = self.open.as_mut().and_then(|open| open.prefill.as_mut());
+        if let Some(stage) = stage {
+            stage.ended = Some(at);
             stage.cached_tokens = usage.and_then(|usage| usage.cached_tokens);
         }
     }
@@ -101,6 +109,12 @@ impl OpenAttempt {
         if let Some(attempt) = stage.and_then(|stage| stage.attempt.take()) {
             attempt.end(AttemptEnd::Finished);
         }
+    }
+
+    /// Whether another backend computes the prompt still, so that nothing is made of the answer.
+    pub(super) fn waits_for_prompt(&self) -> bool {
+        let stage = self.prefill.as_ref();
+        stage.is_some_and(|stage| stage.ended.is_none())
     }
 
     /// How long the attempt's backend has been at work, at `now`.

@@ -23,6 +23,7 @@ mod steps;
 #[cfg(test)]
 mod tests;
 
+use schemars::JsonSchema;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,7 +78,7 @@ impl Default for OutboxSettings {
 }
 
 /// How far the log is behind what this replica knows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, JsonSchema)]
 pub struct OutboxStatus {
     /// Items queued or outstanding.
     pub queued_items: usize,

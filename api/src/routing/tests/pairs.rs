@@ -79,7 +79,7 @@ fn what_is_short_cached_or_not_separable_goes_to_one_backend_that_answers() {
     assert_eq!(bench.whole(&ask(&short, &[])), Some(WholeReason::Short));
     let long = bench.identify(&text(0, LONG));
     let tied = RoutingRequest {
-        is_separable: false,
+        stages: RequestStages::Whole,
         ..ask(&long, &[])
     };
     assert_eq!(bench.whole(&tied), Some(WholeReason::NotSeparable));

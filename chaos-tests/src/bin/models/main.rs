@@ -25,6 +25,8 @@ mod engine;
 mod health;
 #[path = "../../../../api/src/routing/load.rs"]
 mod load;
+#[path = "../../../../api/src/backends/modes.rs"]
+mod modes;
 #[path = "../../../../api/src/routing/outbox/overlay.rs"]
 mod overlay;
 #[path = "../../../../api/src/backends/text.rs"]

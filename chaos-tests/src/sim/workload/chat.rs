@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use api::admission::AdmissionRequest;
 use api::prompt::{ParsedBody, Prompt, PromptIdentity, ReplyShape};
-use api::routing::{Attempt, AttemptEnd, Decision, RoutingRequest, Usage, UserName};
+use api::routing::{Attempt, AttemptEnd, Decision, RequestStages, RoutingRequest, Usage, UserName};
 use lab::rng::Rng;
 use state::ids::Slot;
 use tokio::time::{Instant, sleep};
@@ -50,7 +50,8 @@ impl AdmissionRequest for ChatRequest {
             labels: &[],
             excluded,
             waiting_here: 0,
-            is_separable: false,
+            endpoints: None,
+            stages: RequestStages::Whole,
         }
     }
 

@@ -10,7 +10,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::events::{EventEncoding, PublisherFaults};
 use super::model::EngineShape;
 use super::{
-    EmulatedEngine, EngineOptions, EventsOptions, LoadFailure, LoraOptions, TransferOptions,
+    EmulatedEngine, EngineOptions, EventsOptions, LoadFailure, LoraOptions, RoomMode, RoomOptions,
+    TransferOptions,
 };
 
 /// Run an emulated vLLM engine.
@@ -79,6 +80,28 @@ pub struct EngineArgs {
         requires = "kv_transfer"
     )]
     kv_load_failure: LoadFailure,
+    /// Compute prompts or answers only and meet the other engine in a room, as SGLang's engines do
+    #[arg(long, value_name = "MODE", value_enum, conflicts_with = "kv_transfer")]
+    disaggregation_mode: Option<RoomMode>,
+    /// Address at which a prefill engine lets others into its rooms
+    #[arg(
+        long,
+        value_name = "ADDR",
+        default_value = "127.0.0.1:8998",
+        requires = "disaggregation_mode"
+    )]
+    disaggregation_bootstrap: SocketAddr,
+    /// Lose every transfer out of a room of this number; 0: none
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 0,
+        requires = "disaggregation_mode"
+    )]
+    disaggregation_lost_every: u32,
+    /// Seconds after which a room that nobody joins is given up
+    #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = positive, requires = "disaggregation_mode")]
+    disaggregation_timeout_s: f64,
     /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557; each further rank at the next port
     #[arg(long, value_name = "ENDPOINT", value_parser = endpoint)]
     kv_events: Option<SocketAddr>,
@@ -127,9 +150,19 @@ impl From<EngineArgs> for EngineOptions {
             lost_every: args.kv_transfer_lost_every,
             on_failure: args.kv_load_failure,
         });
+        let rooms = args.disaggregation_mode.map(|mode| RoomOptions {
+            mode,
+            bootstrap: args.disaggregation_bootstrap,
+            transfer: TransferOptions {
+                lost_every: args.disaggregation_lost_every,
+                ..TransferOptions::default()
+            },
+            patience: Duration::from_secs_f64(args.disaggregation_timeout_s),
+        });
         Self {
             events,
             transfer,
+            rooms,
             listen: args.listen,
             data_parallel_size: args.data_parallel_size,
             model: args.model,
@@ -165,6 +198,9 @@ pub async fn run(args: EngineArgs) -> anyhow::Result<ExitCode> {
         .await
         .with_context(|| format!("listen on {listen}"))?;
     println!("engine listens on {}", engine.url());
+    if let Some(bootstrap) = engine.bootstrap() {
+        println!("bootstrap at {bootstrap}");
+    }
     if let Some(events) = engine.kv_events() {
         println!("kv events at {events}");
     }

@@ -26,7 +26,9 @@ use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 
 use super::EngineOptions;
-use super::answer::{AnswerHeader, AnswerStream, CompletionEvents, CompletionKind, UsageOptions};
+use super::answer::{
+    AnswerHeader, AnswerStream, AnswerWriter as _, CompletionEvents, CompletionKind, UsageOptions,
+};
 use super::driver::{Latest, RequestGuard, unix_time};
 use super::embeddings::{EmbeddingsRequest, INPUTS_MAX};
 use super::events::{Publisher, REPLAY_MESSAGES, TOPIC};
@@ -36,6 +38,7 @@ use super::model::{ComputeJob, EngineShape, Finish};
 use super::named::{NamedDialect, NamedEvents};
 use super::ranks::Ranks;
 use super::rejection::{RequestRejection, read};
+use super::rooms::{EngineRooms, RoomMode};
 use super::text::{Sequence, detokenize, sequence_bytes, token_count, token_ids};
 use super::transfer::{Connector, TRANSFER_PATH, TransferParams};
 
@@ -71,6 +74,7 @@ pub(super) struct EngineServer {
     seed: u64,
     requests: AtomicU64,
     connector: Option<Connector>,
+    rooms: Option<EngineRooms>,
 }
 
 /// How handlers get it.
@@ -124,6 +128,14 @@ impl GenerateEndpoint {
             }
         }
     }
+
+    /// The stream of an answer that has ended.
+    fn stream_of(self, header: AnswerHeader, usage: UsageOptions, end: Latest) -> Body {
+        Body::from(match self {
+            Self::Completion(kind) => CompletionEvents::new(header, kind, usage).write(end),
+            Self::Named(dialect) => NamedEvents::new(header, dialect).write(end),
+        })
+    }
 }
 
 /// Whether a question for tokens is one for a chat's prompt.
@@ -141,7 +153,11 @@ struct Detokenize {
 impl EngineServer {
     /// The surface of an engine that was started with `options`, on `ranks`.
     #[must_use]
-    pub(super) fn new(ranks: Ranks, options: &EngineOptions, address: SocketAddr) -> Self {
+    pub(super) fn new(
+        ranks: Ranks,
+        options: &EngineOptions,
+        (address, rooms): (SocketAddr, Option<EngineRooms>),
+    ) -> Self {
         let connector = options.transfer;
         let names = options.lora.names.iter();
         Self {
@@ -153,6 +169,7 @@ impl EngineServer {
             seed: options.seed,
             requests: AtomicU64::new(0),
             connector: connector.map(|it| Connector::new(it, address, options.speed)),
+            rooms,
         }
     }
 
@@ -180,6 +197,7 @@ impl EngineServer {
             .route("/health", get(empty))
             .route("/ping", get(empty).post(empty))
             .route("/version", get(version))
+            .route("/server_info", get(Self::server_info))
             .route("/load", get(Self::load))
             .route("/metrics", get(Self::metrics))
             .route("/v1/models", get(Self::models))
@@ -228,20 +246,33 @@ impl EngineServer {
         } else {
             Finish::Stop
         };
-        let is_fetched = surface.fetch(&transfer, prompt_tokens).await?;
-        let ticket = rank.submit(ComputeJob {
+        let mut job = ComputeJob {
             sequence,
             max_tokens,
             ending,
             adapter,
-            is_fetched,
-        });
+            is_fetched: surface.fetch(&transfer, prompt_tokens).await?,
+        };
+        let include = parsed.include_usage.unwrap_or(false);
+        let usage = UsageOptions {
+            include,
+            continuous: include && parsed.continuous_usage.unwrap_or(false),
+        };
+        if let Some(rooms) = &surface.rooms {
+            let room = EngineRooms::of(&body)?;
+            if rooms.mode() == RoomMode::Prefill {
+                job.max_tokens = 1;
+                let end = rooms.compute(rank, job, &room).await?;
+                return Ok(match parsed.stream {
+                    true => (EVENTS, endpoint.stream_of(heading, usage, end)).into_response(),
+                    false => Json(endpoint.whole(&heading, end)).into_response(),
+                });
+            }
+            rooms.fetch(&room).await?;
+            job.is_fetched = true;
+        }
+        let ticket = rank.submit(job);
         if parsed.stream {
-            let include = parsed.include_usage.unwrap_or(false);
-            let usage = UsageOptions {
-                include,
-                continuous: include && parsed.continuous_usage.unwrap_or(false),
-            };
             return Ok((EVENTS, endpoint.stream(ticket, heading, usage)).into_response());
         }
         let end = ticket.finished().await;
@@ -357,6 +388,18 @@ impl EngineServer {
             None => Sequence::of_adapter,
         };
         new(bytes, adapter_and_salt, self.shape.block_size, self.seed)
+    }
+
+    /// As SGLang's, as far as a router asks.
+    async fn server_info(State(surface): Shared) -> Response {
+        let Some(rooms) = &surface.rooms else {
+            return StatusCode::NOT_FOUND.into_response();
+        };
+        Json(json!({
+            "disaggregation_mode": rooms.mode().label(),
+            "disaggregation_bootstrap_port": rooms.address().port(),
+        }))
+        .into_response()
     }
 
     async fn load(State(surface): Shared) -> Json<Value> {
@@ -498,7 +541,7 @@ impl EngineServer {
                 "id": name,
                 "object": "model",
                 "created": unix_time().as_secs(),
-                "owned_by": "vllm",
+                "owned_by": if surface.rooms.is_some() { "sglang" } else { "vllm" },
                 "root": name,
                 "parent": parent,
                 "max_model_len": surface.ranks.first().tokens_max(),
@@ -522,7 +565,11 @@ impl EngineServer {
             stats: &stats,
             lora: has_adapters.then_some((surface.max_loras, &series)),
         };
-        (METRICS, page.render())
+        let page = match &surface.rooms {
+            Some(rooms) => page.render_sglang(rooms.mode().label()),
+            None => page.render(),
+        };
+        (METRICS, page)
     }
 }
 

@@ -56,6 +56,33 @@ impl EngineMetricsPage<'_> {
         out
     }
 
+    /// The page under SGLang's names, of an engine in this mode.
+    #[must_use]
+    pub(super) fn render_sglang(&self, mode: &str) -> String {
+        let mut out = String::with_capacity(2048);
+        let tokens = |blocks: u32| u64::from(blocks) * u64::from(self.shape.block_size);
+        for (rank, stats) in self.stats.iter().enumerate() {
+            let model = self
+                .labels(rank)
+                .split_off(format!("engine=\"{rank}\",").len());
+            let labels = format!("dp_rank=\"{rank}\",engine_type=\"{mode}\",{model}");
+            let usage = f64::from(stats.used_blocks) / f64::from(stats.usable_blocks.max(1));
+            for (name, value) in [
+                ("num_running_reqs", f64::from(stats.running)),
+                ("num_queue_reqs", f64::from(stats.waiting)),
+                ("token_usage", usage),
+                ("max_total_num_tokens", tokens(stats.usable_blocks) as f64),
+                ("page_size", f64::from(self.shape.block_size)),
+                ("prompt_tokens_total", stats.prompt_tokens as f64),
+                ("generation_tokens_total", stats.generation_tokens as f64),
+            ] {
+                let _ = writeln!(out, "sglang:{name}{{{labels}}} {value}");
+            }
+        }
+        let _ = writeln!(out, "process_start_time_seconds {:.3}", self.started_s);
+        out
+    }
+
     fn counters(&self, out: &mut String) {
         type Counter = fn(&EngineStats) -> u64;
         let counters: [(&str, &str, Counter); 5] = [

@@ -26,6 +26,9 @@ mod named;
 mod ranks;
 mod rejection;
 #[cfg(test)]
+mod room_tests;
+mod rooms;
+#[cfg(test)]
 mod tests;
 pub mod text;
 mod transfer;
@@ -51,6 +54,8 @@ use http::{EngineServer, serve};
 pub use lora::LoraOptions;
 use model::{EngineShape, EngineStats, Scheduler};
 use ranks::{Ranks, events_of};
+use rooms::EngineRooms;
+pub use rooms::{RoomMode, RoomOptions};
 pub use transfer::{LoadFailure, TransferOptions};
 
 /// Connections one engine serves at a time; further ones wait in the listener's queue.
@@ -77,6 +82,8 @@ pub struct EngineOptions {
     pub lora: LoraOptions,
     /// KV connector; `None`: there is none.
     pub transfer: Option<TransferOptions>,
+    /// Meets other engines in rooms, as SGLang's do, under its names; `None`: it is one of vLLM's.
+    pub rooms: Option<RoomOptions>,
     /// Data-parallel ranks, each of this shape; at least one.
     pub data_parallel_size: u16,
 }
@@ -100,6 +107,7 @@ impl Default for EngineOptions {
             events: None,
             lora: LoraOptions::default(),
             transfer: None,
+            rooms: None,
             data_parallel_size: 1,
         }
     }
@@ -113,6 +121,8 @@ pub struct EmulatedEngine;
 #[derive(Debug)]
 pub struct EngineHandle {
     addr: SocketAddr,
+    /// Of an engine that meets others.
+    bootstrap: Option<SocketAddr>,
     ranks: Ranks,
     stop: CancellationToken,
     tasks: TaskTracker,
@@ -157,7 +167,15 @@ impl EmulatedEngine {
             cores.push(core);
         }
         let ranks = Ranks::new(cores);
-        let surface = EngineServer::new(ranks.clone(), &options, addr);
+        let rooms = match options.rooms {
+            Some(rooms) => Some(EngineRooms::start(rooms, options.speed, (&stop, &tasks)).await?),
+            None => None,
+        };
+        let prefill = rooms
+            .as_ref()
+            .filter(|rooms| rooms.mode() == RoomMode::Prefill);
+        let bootstrap = prefill.map(EngineRooms::address);
+        let surface = EngineServer::new(ranks.clone(), &options, (addr, rooms));
         let acceptor = accept(
             listener,
             surface.routes(),
@@ -169,6 +187,7 @@ impl EmulatedEngine {
         tasks.close();
         Ok(EngineHandle {
             addr,
+            bootstrap,
             ranks,
             stop,
             tasks,
@@ -187,6 +206,12 @@ impl EngineHandle {
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.addr)
+    }
+
+    /// Where a prefill engine lets others in; `None`: it meets nobody.
+    #[must_use]
+    pub fn bootstrap(&self) -> Option<SocketAddr> {
+        self.bootstrap
     }
 
     /// Endpoint of the KV events of its first rank, as a backend's `kv_events` names it.

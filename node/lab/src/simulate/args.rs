@@ -1,5 +1,6 @@
 //! `quorate simulate`: the flags, what they mean together, and how it ends.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -7,21 +8,23 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use api::recording::Recording;
 use state::admission::{AdmissionSettings, Batching, CODEL_TARGET_MS, Concurrency, Order};
 
 use super::apart_args::ApartArgs;
 use super::compare::{ComparisonCase, ComparisonCases, PROGRESS_PARTS, no_verdict};
+use super::engine_args::SimEngineArgs;
 use super::events::Micros;
 use super::experiment::Experiment;
 use super::page;
-use super::plan::{
-    BLOCK_TOKENS, BatchTimes, ClientModel, EngineModel, RestartPlan, RestartScope, SimPlan, micros,
-};
+use super::parse::{NewsLag, concurrency, lag, order, patience, range, rate, span};
+use super::plan::{BLOCK_TOKENS, ClientModel, RestartPlan, RestartScope, SimPlan, micros};
 use super::policies::SimPolicy;
 use super::print;
+use super::recorded::RecordedDemand;
+use super::recorded_args::RecordedArgs;
 use super::unusable::SimulateArgsError;
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
-use crate::engine::model::EngineShape;
 use crate::replay::trace::{self, LengthScale, TraceOptions};
 use crate::terminal;
 
@@ -47,12 +50,12 @@ pub struct SimulateArgs {
     /// Numbers of output-length bins to compare, one run each
     #[arg(long, value_name = "K", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u16).range(1..=64))]
     bins: Vec<u16>,
-    /// Number of engines
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=512))]
-    backends: u16,
-    /// Number of replicas
-    #[arg(long, value_name = "R", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=64))]
-    replicas: u8,
+    /// Numbers of engines to compare, one run each [default: 4, or as recorded]
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=512))]
+    backends: Vec<u16>,
+    /// Number of replicas [default: 3, or as recorded]
+    #[arg(long, value_name = "R", value_parser = clap::value_parser!(u8).range(1..=64))]
+    replicas: Option<u8>,
     /// What replicas share; `nothing` sets both lags to `never`
     #[arg(long, value_enum, default_value = "all")]
     share: ShareMode,
@@ -74,9 +77,10 @@ pub struct SimulateArgs {
     /// Restarting replicas lose their disks
     #[arg(long, requires = "restart_at")]
     wipe: bool,
-    /// Maximum concurrent requests per engine: a number, `adaptive` or `unlimited`
-    #[arg(long, value_name = "N", default_value = "unlimited", value_parser = concurrency)]
-    concurrency: Concurrency,
+    /// Maximum concurrent requests per engine to compare, one run each: numbers, `adaptive` or
+    /// `unlimited` [default: unlimited, or as recorded]
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = concurrency)]
+    concurrency: Vec<Concurrency>,
     /// Clients leave if they do not have their whole answer by then: 3s, or 2s..10s. Waiting is
     /// then bounded as in production
     #[arg(long, value_name = "TIME", value_parser = patience)]
@@ -96,6 +100,8 @@ pub struct SimulateArgs {
     engine: SimEngineArgs,
     #[command(flatten)]
     apart: ApartArgs,
+    #[command(flatten)]
+    recorded: RecordedArgs,
     /// Seed of all random choices
     #[arg(long, value_name = "S", default_value_t = 1)]
     seed: u64,
@@ -155,30 +161,6 @@ struct DemandArgs {
     prefix_tokens: Option<u32>,
 }
 
-/// How engines are.
-#[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Engines")]
-struct SimEngineArgs {
-    /// KV blocks of 32 tokens per engine
-    #[arg(long, value_name = "N", default_value_t = 8192, value_parser = clap::value_parser!(u32).range(2..=10_000_000))]
-    blocks: u32,
-    /// Maximum number of running requests per engine
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    max_num_seqs: u32,
-    /// Maximum number of tokens computed per step
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    max_num_batched_tokens: u32,
-    /// Prompt tokens computed per second
-    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
-    prefill_rate: u32,
-    /// Time of a decode step for a single request
-    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
-    decode: Duration,
-    /// Static batches of this many requests, which end together
-    #[arg(long, value_name = "B", value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    static_batch: Option<u32>,
-}
-
 /// Workloads that are generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum WorkloadKind {
@@ -205,86 +187,25 @@ enum ShareMode {
     Nothing,
 }
 
-/// How late news are; `NewsLag(None)`: they never come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct NewsLag(Option<Micros>);
-
-fn order(text: &str) -> Result<Order, String> {
-    serde_json::from_value(text.into())
-        .map_err(|_| "expected vtc, vtc-max-fair, vtc-pred, dlpm, lcf, rpm or fcfs".to_owned())
+/// How many engines there are, and how many requests each is given at once.
+struct FleetSize {
+    backends: u16,
+    concurrency: Concurrency,
 }
 
-fn lag(text: &str) -> Result<NewsLag, String> {
-    if text == "never" {
-        return Ok(NewsLag(None));
-    }
-    let time = humantime::parse_duration(text);
-    time.map(|time| NewsLag(Some(micros(time))))
-        .map_err(|error| format!("expected a time like 20ms, or never: {error}"))
-}
-
-fn concurrency(text: &str) -> Result<Concurrency, String> {
-    match text {
-        "adaptive" => Ok(Concurrency::Adaptive),
-        "unlimited" => Ok(Concurrency::Unlimited),
-        number => match number.parse::<u32>() {
-            Ok(requests) if requests > 0 => Ok(Concurrency::Fixed(requests)),
-            _ => Err("expected a number from 1, adaptive or unlimited".to_owned()),
-        },
-    }
-}
-
-fn rate(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(number) if number > 0.0 && number <= 1e6 => Ok(number),
-        _ => Err("expected a number above 0 and at most 1e6".to_owned()),
-    }
-}
-
-fn range(text: &str) -> Result<(u32, u32), String> {
-    let (least, most) = text.split_once("..").unwrap_or((text, text));
-    let tokens = |part: &str| {
-        part.parse::<u32>()
-            .ok()
-            .filter(|n| (1..1 << 20).contains(n))
-    };
-    match (tokens(least), tokens(most)) {
-        (Some(least), Some(most)) if least <= most => Ok((least, most)),
-        _ => Err("expected tokens like 64..192".to_owned()),
-    }
-}
-
-fn patience(text: &str) -> Result<(Micros, Micros), String> {
-    if text.contains("..") {
-        return span(text);
-    }
-    let time = humantime::parse_duration(text).map_err(|_| "expected a time like 3s".to_owned())?;
-    Ok((micros(time), micros(time)))
-}
-
-fn span(text: &str) -> Result<(Micros, Micros), String> {
-    let expected = || "expected times like 20s..40s".to_owned();
-    let (from, until) = text.split_once("..").ok_or_else(expected)?;
-    let time = |part| humantime::parse_duration(part).map_err(|_| expected());
-    let (from, until) = (micros(time(from)?), micros(time(until)?));
-    if from < until {
-        Ok((from, until))
-    } else {
-        Err(expected())
-    }
-}
-
-/// Simulates and prints; the exit code is 1 when an experiment's claim fails or the books do not
+/// Simulates and prints; `fetched` is what [`SimulateArgs::urls`] gave. The exit code is 1 when an experiment's claim fails or the books do not
 /// balance, 2 when the arguments make no sense together.
 ///
 /// # Errors
 /// [`SimulateArgsError`], or when the page cannot be written.
-pub fn run(args: &SimulateArgs) -> anyhow::Result<ExitCode> {
-    let cases = args.cases()?;
+pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<ExitCode> {
+    let recorded = args.recorded.demand(fetched)?;
+    let cases = args.cases(recorded.as_ref())?;
     let parts = cases.cases.len() as u64 * PROGRESS_PARTS;
     let bar = terminal::progress_bar(parts, terminal::COUNT)?;
-    let comparison = cases.run(args.seed, command_line(), |parts| bar.set_position(parts));
+    let mut comparison = cases.run(args.seed, command_line(), |parts| bar.set_position(parts));
     bar.finish_and_clear();
+    comparison.recorded = recorded.map(|recorded| recorded.figures);
     if let Some(path) = &args.report {
         fs::write(path, page::html(&comparison)?)
             .with_context(|| format!("write {}", path.display()))?;
@@ -313,48 +234,108 @@ fn command_line() -> String {
 }
 
 impl SimulateArgs {
-    fn cases(&self) -> Result<ComparisonCases, SimulateArgsError> {
+    /// Admin URLs of the replicas whose last decisions are to be simulated, separated by commas.
+    #[must_use]
+    pub fn urls(&self) -> Option<&str> {
+        self.recorded.urls()
+    }
+
+    fn cases(
+        &self,
+        recorded: Option<&RecordedDemand>,
+    ) -> Result<ComparisonCases, SimulateArgsError> {
         if let Some(experiment) = self.experiment {
             if self.trace.is_some() && experiment != Experiment::Sharing {
                 return Err(SimulateArgsError::new(
                     "of the experiments only sharing takes a --trace",
                 ));
             }
-            let workload = self.trace.is_some().then(|| self.workload());
+            let workload = self.trace.is_some().then(|| self.workload(None));
             return experiment.cases(self.seed, self.demand.duration, workload.transpose()?);
         }
-        let workload = Arc::new(self.workload()?);
+        let workload = Arc::new(self.workload(recorded)?);
         if workload.arrivals.is_empty() && !workload.is_backlogged() {
             return Err(SimulateArgsError::new("no request to simulate"));
         }
-        let base = self.plan(&workload)?;
+        let base = self.plan(&workload, recorded)?;
+        let sizes = self.sizes(&base);
         let mut cases = Vec::new();
         for policy in &self.policy {
             for order in &self.order {
                 for bins in &self.bins {
-                    let plan = self.variant(&base, policy, *order, *bins);
-                    let plans = self.apart.plans(&plan);
-                    cases.extend(plans.map(|plan| ComparisonCase {
-                        plan,
-                        workload: Arc::clone(&workload),
-                    }));
+                    for size in &sizes {
+                        let plan = self.variant(&base, policy, (*order, *bins), size);
+                        let plans = self.apart.plans(&plan);
+                        cases.extend(plans.map(|plan| ComparisonCase {
+                            plan,
+                            workload: Arc::clone(&workload),
+                        }));
+                    }
                 }
             }
         }
+        let backends: BTreeSet<u16> = sizes.iter().map(|size| size.backends).collect();
+        let backends: Vec<String> = backends.iter().map(u16::to_string).collect();
         Ok(ComparisonCases {
             title: format!(
                 "{} backends, {} replicas, seed {}",
-                self.backends, self.replicas, self.seed
+                backends.join(" or "),
+                base.replicas,
+                self.seed
             ),
             cases,
             judge: no_verdict,
         })
     }
 
-    fn variant(&self, base: &SimPlan, policy: &SimPolicy, order: Order, bins: u16) -> SimPlan {
+    /// The sizes of the fleet, and what it is given at once.
+    fn sizes(&self, base: &SimPlan) -> Vec<FleetSize> {
+        let or = |given: &Vec<u16>| match given.is_empty() {
+            true => vec![base.backends],
+            false => given.clone(),
+        };
+        let concurrency = match self.engine.static_batch.is_some() || self.concurrency.is_empty() {
+            true => vec![base.admission.concurrency],
+            false => self.concurrency.clone(),
+        };
+        let each = or(&self.backends).into_iter();
+        each.flat_map(|backends| {
+            let limits = concurrency.iter();
+            limits.map(move |concurrency| FleetSize {
+                backends,
+                concurrency: *concurrency,
+            })
+        })
+        .collect()
+    }
+
+    fn variant(
+        &self,
+        base: &SimPlan,
+        policy: &SimPolicy,
+        (order, bins): (Order, u16),
+        size: &FleetSize,
+    ) -> SimPlan {
         let mut parts = Vec::new();
-        if self.policy.len() > 1 || self.order.len() * self.bins.len() == 1 {
+        let others = [
+            self.order.len(),
+            self.bins.len(),
+            self.backends.len().max(1),
+        ];
+        let others = others.iter().product::<usize>() * self.concurrency.len().max(1);
+        if self.policy.len() > 1 || others == 1 {
             parts.push(policy.label.clone());
+        }
+        if self.backends.len() > 1 {
+            parts.push(format!("N={}", size.backends));
+        }
+        if self.concurrency.len() > 1 {
+            let limit = match size.concurrency {
+                Concurrency::Adaptive => "adaptive".to_owned(),
+                Concurrency::Unlimited => "unlimited".to_owned(),
+                Concurrency::Fixed(requests) => requests.to_string(),
+            };
+            parts.push(format!("limit={limit}"));
         }
         if self.order.len() > 1 {
             let name = serde_json::to_value(order).unwrap_or_default();
@@ -370,13 +351,19 @@ impl SimulateArgs {
             admission: AdmissionSettings {
                 order,
                 bins,
+                concurrency: size.concurrency,
                 ..base.admission.clone()
             },
+            backends: size.backends,
             ..base.clone()
         }
     }
 
-    fn plan(&self, workload: &SimWorkload) -> Result<SimPlan, SimulateArgsError> {
+    fn plan(
+        &self,
+        workload: &SimWorkload,
+        recorded: Option<&RecordedDemand>,
+    ) -> Result<SimPlan, SimulateArgsError> {
         let last = workload.arrivals.last().map_or(0, |sent| sent.at);
         let horizon = self.demand.duration.map_or(last.max(1), micros);
         let horizon = if workload.is_backlogged() {
@@ -395,15 +382,20 @@ impl SimulateArgs {
                 "--restart-at is after the last request",
             ));
         }
-        self.apart.check(self.backends)?;
+        let asked = self.backends.iter().min().copied();
+        let backends = asked.unwrap_or(recorded.map_or(4, |it| it.backends));
+        self.apart.check(backends)?;
+        let limit = recorded.and_then(|it| it.limit);
+        let limit = limit.map_or(Concurrency::Unlimited, Concurrency::Fixed);
         let engine = &self.engine;
         let plan = SimPlan {
             label: String::new(),
             policy: self.policy[0].config.clone(),
             admission: AdmissionSettings {
-                concurrency: engine
-                    .static_batch
-                    .map_or(self.concurrency, Concurrency::Fixed),
+                concurrency: engine.static_batch.map_or(
+                    self.concurrency.first().copied().unwrap_or(limit),
+                    Concurrency::Fixed,
+                ),
                 batching: match engine.static_batch {
                     Some(_) => Batching::Static,
                     None => Batching::Continuous,
@@ -420,11 +412,14 @@ impl SimulateArgs {
             },
             oracle: self.oracle,
             learn: self.learn,
-            backends: self.backends,
-            engine: engine.model(),
+            block_tokens: recorded.map_or(BLOCK_TOKENS, |it| it.block_tokens),
+            backends,
+            engine: engine.model(recorded),
             apart: self.apart.plan(),
             goal: self.apart.goal(),
-            replicas: self.replicas,
+            replicas: self
+                .replicas
+                .unwrap_or(recorded.map_or(3, |it| it.replicas)),
             ownership_lag: self.ownership_lag.0.filter(|_| is_shared),
             load_lag: self.load_lag.0.filter(|_| is_shared),
             flush: micros(self.flush_interval).max(1),
@@ -451,8 +446,19 @@ impl SimulateArgs {
         }
     }
 
-    fn workload(&self) -> Result<SimWorkload, SimulateArgsError> {
+    fn workload(
+        &self,
+        recorded: Option<&RecordedDemand>,
+    ) -> Result<SimWorkload, SimulateArgsError> {
         let demand = &self.demand;
+        if let Some(recorded) = recorded {
+            let mut workload = recorded.workload.clone();
+            if let Some(duration) = demand.duration.filter(|_| demand.rate.is_none()) {
+                workload.arrivals.retain(|it| it.at < micros(duration));
+            }
+            self.shape(&mut workload);
+            return Ok(workload);
+        }
         let mut workload = match (&self.trace, self.workload) {
             (Some(path), _) => {
                 let options = TraceOptions {
@@ -467,27 +473,37 @@ impl SimulateArgs {
                 if let (Some(duration), None) = (demand.duration, demand.rate) {
                     arrivals.retain(|arrival| arrival.at < duration);
                 }
-                if let Some(requests) = demand.requests {
-                    arrivals.truncate(usize::try_from(requests).unwrap_or(usize::MAX));
-                }
                 SimWorkload::of_trace(&arrivals)
             }
             (None, Some(WorkloadKind::Fairness)) => return Ok(self.fairness()),
             (None, Some(kind)) => self.mix(kind).generate(self.seed),
             (None, None) => {
                 return Err(SimulateArgsError::new(
-                    "expected one of --trace, --workload and --experiment",
+                    "expected one of --trace, --workload, --experiment and --from-decisions",
                 ));
             }
         };
-        if let (Some(per_s), true) = (demand.rate, self.trace.is_some()) {
+        match self.trace.is_some() {
+            true => self.shape(&mut workload),
+            false => self.dress(&mut workload),
+        }
+        Ok(workload)
+    }
+
+    /// Brings what was recorded to the number and rate of requests that are asked for.
+    fn shape(&self, workload: &mut SimWorkload) {
+        let demand = &self.demand;
+        if let Some(requests) = demand.requests {
+            let requests = usize::try_from(requests).unwrap_or(usize::MAX);
+            workload.arrivals.truncate(requests);
+        }
+        if let Some(per_s) = demand.rate {
             workload.set_rate(per_s);
             if let Some(duration) = demand.duration {
                 workload.arrivals.retain(|it| it.at < micros(duration));
             }
         }
-        self.dress(&mut workload);
-        Ok(workload)
+        self.dress(workload);
     }
 
     /// Gives users their weights and replicas.
@@ -497,7 +513,7 @@ impl SimulateArgs {
             user.weight_milli = weight * 1000;
         }
         if self.demand.pin {
-            workload.pin(self.replicas);
+            workload.pin(self.replicas.unwrap_or(3));
         }
     }
 
@@ -545,25 +561,6 @@ impl SimulateArgs {
             },
             users: demand.users,
             ..mix
-        }
-    }
-}
-
-impl SimEngineArgs {
-    fn model(&self) -> EngineModel {
-        match self.static_batch {
-            Some(batch_max) => EngineModel::Static(BatchTimes {
-                batch_max,
-                ..BatchTimes::CALIBRATED
-            }),
-            None => EngineModel::Continuous(EngineShape {
-                num_gpu_blocks: self.blocks,
-                block_size: BLOCK_TOKENS,
-                max_num_seqs: self.max_num_seqs,
-                max_num_batched_tokens: self.max_num_batched_tokens,
-                prefill_tokens_per_s: self.prefill_rate,
-                decode: self.decode,
-            }),
         }
     }
 }

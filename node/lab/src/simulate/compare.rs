@@ -68,6 +68,7 @@ impl ComparisonCases {
             seed,
             verdicts: (self.judge)(&runs),
             runs,
+            recorded: None,
         }
     }
 }

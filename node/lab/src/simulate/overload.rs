@@ -154,6 +154,7 @@ fn load(seed: u64, phases: &[(Micros, f64)]) -> SimWorkload {
                 user: usize::try_from(rng.below(4)).expect("one of four"),
                 prompt,
                 output_tokens,
+                replica: None,
             });
         }
     }

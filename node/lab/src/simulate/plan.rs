@@ -10,7 +10,7 @@ use super::as_written::AsWritten;
 use super::events::Micros;
 use crate::engine::model::EngineShape;
 
-/// Tokens of one block, in router and engine alike.
+/// Tokens of one block where no recording says otherwise.
 pub const BLOCK_TOKENS: u32 = 32;
 
 /// Everything about a run but the requests.
@@ -34,6 +34,8 @@ pub struct SimPlan {
     pub oracle: bool,
     /// Whether `cost` learns its constants from what was measured.
     pub learn: bool,
+    /// Tokens of a block, in router and engine alike.
+    pub block_tokens: u32,
     /// Engines.
     pub backends: u16,
     /// Each engine's sizes and speeds.
@@ -195,6 +197,7 @@ impl Default for SimPlan {
             clients: ClientModel::default(),
             oracle: false,
             learn: false,
+            block_tokens: BLOCK_TOKENS,
             backends: 4,
             engine: EngineModel::Continuous(EngineShape {
                 num_gpu_blocks: 8192,

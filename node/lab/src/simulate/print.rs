@@ -1,15 +1,17 @@
 //! A comparison as tables.
 
+use api::shown::escaped;
+
+use super::recorded::RecordedFigures;
 use super::report::SimComparison;
 use crate::terminal::{FittedTable, column};
 
 /// The tables and the verdicts, one below the other.
 #[must_use]
 pub fn tables(comparison: &SimComparison) -> String {
-    let mut parts = vec![
-        comparison.title.clone(),
-        format!("\n{}", routing(comparison)),
-    ];
+    let mut parts = vec![comparison.title.clone()];
+    parts.extend(comparison.recorded.as_ref().map(recorded));
+    parts.push(format!("\n{}", routing(comparison)));
     if comparison.runs.iter().any(|run| run.service.len() > 1) {
         parts.push(format!("\n{}", fairness(comparison)));
     }
@@ -29,6 +31,30 @@ pub fn tables(comparison: &SimComparison) -> String {
         parts.extend(faults.map(|fault| format!("FAULT in {}: {fault}", run.label)));
     }
     parts.join("\n")
+}
+
+/// What the cluster itself made of it.
+fn recorded(figures: &RecordedFigures) -> String {
+    let hits = figures.hit_rate.map(|rate| 100.0 * rate);
+    let policies: Vec<&str> = figures.policies.keys().map(String::as_str).collect();
+    let left_out = match figures.left_out {
+        0 => String::new(),
+        more => format!("; {more} for other models are left out"),
+    };
+    format!(
+        "recorded: {} requests for {} by {}, {} ok, hit {} %, TTFT mean {:.0} p50 {:.0} p99 {:.0} \
+         ms, waited p99 {:.0} ms, busiest {:.2}{left_out}",
+        figures.requests,
+        escaped(&figures.model),
+        escaped(&policies.join(", ")),
+        figures.ok,
+        optional(hits, 1),
+        figures.ttft_ms.mean,
+        figures.ttft_ms.p50,
+        figures.ttft_ms.p99,
+        figures.waited_ms.p99,
+        figures.busiest_share,
+    )
 }
 
 fn routing(comparison: &SimComparison) -> FittedTable {

@@ -14,8 +14,8 @@ use api::clock::Clock;
 use api::prompt::{ChainTail, ModelSettings, PromptIdentity};
 use api::routing::{
     AfterProposal, Attempt, AttemptEnd, Decision, DispatchTerms, FilterVerdict, LoadReporter,
-    LoadTable, OutboxSettings, PrefillAttempt, Router, RouterParts, RoutingRejection,
-    RoutingRequest, SelectSettings, SharedOutbox, Usage, UserName,
+    LoadTable, OutboxSettings, PrefillAttempt, RequestStages, Router, RouterParts,
+    RoutingRejection, RoutingRequest, SelectSettings, SharedOutbox, Usage, UserName,
 };
 use http::{HeaderMap, HeaderName, HeaderValue};
 use state::admission::{Counters, PendingCharges, Pricing, UserFigures};
@@ -32,10 +32,8 @@ use super::clock::{EPOCH_MS, SimClock, unix_ms};
 use super::engine::ProbedFigures;
 use super::events::Micros;
 use super::workload::{HASH_SEED, MODEL, SimPrompt};
-use crate::engine::text::words;
+use crate::engine::text::{TOKEN_BYTES, words};
 
-/// Prompts are not cut here; whoever reads requests wants to know all the same.
-const BLOCK_BYTES: u32 = 128;
 /// Names the session of a request for the policies that look at it.
 const SESSION: HeaderName = HeaderName::from_static("x-quorate-session");
 
@@ -52,6 +50,8 @@ pub struct RunSettings {
     pub as_written: Option<AsWritten>,
     /// When prompts go through engines that compute them for others.
     pub pairs: PairSettings,
+    /// Prompts are not cut here; whoever reads requests wants to know all the same.
+    pub block_tokens: u32,
 }
 
 /// One replica.
@@ -167,7 +167,8 @@ impl SimRequest<'_> {
             labels: &[],
             excluded,
             waiting_here: 0,
-            is_separable: true,
+            endpoints: None,
+            stages: RequestStages::Apart,
         }
     }
 }
@@ -185,7 +186,7 @@ impl SimReplica {
             backends: Arc::clone(&backends),
             models: vec![ModelSettings {
                 pairs: run.pairs,
-                ..ModelSettings::characters("*", BLOCK_BYTES)
+                ..ModelSettings::characters("*", run.block_tokens * TOKEN_BYTES as u32)
             }],
             replica: id,
             session,

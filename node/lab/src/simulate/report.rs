@@ -8,13 +8,12 @@ use state::admission::{Order, bound};
 use super::as_written::AsWritten;
 use super::ideal::IdealBounds;
 use super::plan::SimPlan;
+use super::recorded::RecordedFigures;
 use super::tally::SimTally;
+use super::times::{QUANTILES, quantile, summary};
 use super::workload::SimWorkload;
 use super::world::SimOutcome;
 use crate::replay::report::{LatencySummary, jain_index};
-
-/// Points of a distribution's curve.
-const QUANTILES: usize = 100;
 
 /// All runs of one comparison.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -27,6 +26,9 @@ pub struct SimComparison {
     pub seed: u64,
     /// One per policy, order or arrangement.
     pub runs: Vec<RunReport>,
+    /// What the cluster that was recorded made of it; absent where none was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub recorded: Option<RecordedFigures>,
     /// What the experiment set out to show, and whether it did.
     pub verdicts: Vec<ExperimentResult>,
 }
@@ -163,28 +165,6 @@ pub struct RunCurves {
     pub service: Vec<Vec<f64>>,
     /// Names of the users in `service`.
     pub users: Vec<String>,
-}
-
-/// Sorts times in microseconds and sums them up.
-fn summary(times: &mut [u64]) -> LatencySummary {
-    times.sort_unstable();
-    let Some(max) = times.last() else {
-        return LatencySummary::default();
-    };
-    let sum: u128 = times.iter().map(|time| u128::from(*time)).sum();
-    LatencySummary {
-        mean: sum as f64 / times.len() as f64 / 1e3,
-        p50: quantile(times, 50) as f64 / 1e3,
-        p90: quantile(times, 90) as f64 / 1e3,
-        p99: quantile(times, 99) as f64 / 1e3,
-        max: *max as f64 / 1e3,
-    }
-}
-
-/// The smallest value that at least `percent` of the sorted values do not exceed.
-fn quantile(sorted: &[u64], percent: usize) -> u64 {
-    let rank = (sorted.len() * percent).div_ceil(QUANTILES);
-    sorted[rank.saturating_sub(1).min(sorted.len() - 1)]
 }
 
 impl RunReport {

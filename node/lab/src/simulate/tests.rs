@@ -306,6 +306,7 @@ fn a_page_is_one_file_that_asks_nobody() {
         title: "a </script> in a title".to_owned(),
         command: "quorate simulate".to_owned(),
         seed: 1,
+        recorded: None,
         runs: vec![run(&small(), &mix().generate(1))],
         verdicts: Vec::new(),
     };

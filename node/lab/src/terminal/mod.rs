@@ -27,6 +27,16 @@ pub fn print(result: impl Display) -> anyhow::Result<()> {
     Ok(out.flush()?)
 }
 
+/// Empties the screen, so that what is printed next begins at its top.
+///
+/// # Errors
+/// When stdout cannot be written to.
+pub fn clear() -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    out.write_all(b"\x1b[H\x1b[2J")?;
+    Ok(out.flush()?)
+}
+
 /// An empty table with these columns, all of which are always shown.
 #[must_use]
 pub fn table(heads: &[&'static str]) -> FittedTable {

@@ -103,11 +103,7 @@ impl FittedTable {
     #[must_use]
     pub fn text(&self, width: Option<usize>) -> String {
         let layout = self.layout(width);
-        let heads: Vec<String> = self.columns.iter().map(|it| it.head.to_owned()).collect();
-        let mut lines = Vec::new();
-        for row in std::iter::once(&heads).chain(&self.rows) {
-            lines.extend(self.row(row, &layout.shown));
-        }
+        let mut lines = self.laid_out(&layout);
         if !layout.hidden.is_empty() {
             let heads = layout.hidden.join(", ");
             lines.extend(wrapped(
@@ -116,6 +112,19 @@ impl FittedTable {
             ));
         }
         lines.join("\n")
+    }
+
+    /// Formats the table for so many columns, its heads first, and says nothing of columns that are
+    /// not shown.
+    #[must_use]
+    pub fn lines(&self, width: usize) -> Vec<String> {
+        self.laid_out(&self.layout(Some(width)))
+    }
+
+    fn laid_out(&self, layout: &TableLayout) -> Vec<String> {
+        let heads: Vec<String> = self.columns.iter().map(|it| it.head.to_owned()).collect();
+        let rows = std::iter::once(&heads).chain(&self.rows);
+        rows.flat_map(|row| self.row(row, &layout.shown)).collect()
     }
 
     fn layout(&self, width: Option<usize>) -> TableLayout {

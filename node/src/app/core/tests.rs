@@ -8,7 +8,7 @@ use api::admission::{AdmissionRequest, Admitted};
 use api::backends::{Fault, Occupancy, SlotTable};
 use api::ports::BoxFuture;
 use api::prompt::{PromptIdentity, parse};
-use api::routing::{Attempt, AttemptEnd, RoutingRequest, Usage, UserName};
+use api::routing::{Attempt, AttemptEnd, RequestStages, RoutingRequest, Usage, UserName};
 use lab::rng::Rng;
 use raft::{ConnectError, MemoryDisk, PeerChannel, PeerService};
 use state::admission::{AdmissionSettings, Concurrency};
@@ -80,7 +80,8 @@ impl AdmissionRequest for Chat {
             labels: &[],
             excluded,
             waiting_here: 0,
-            is_separable: false,
+            endpoints: None,
+            stages: RequestStages::Whole,
         }
     }
 
@@ -134,6 +135,8 @@ async fn core(folder: &std::path::Path, seed: u64, heard: Arc<Heard>) -> Replica
         hash_secret: state::prefix::HashSecret::of_number(seed),
         clock: Clock::of(move || 1_000_000 + began.elapsed().as_millis() as u64),
         dialer: api::backends::EngineDialer::default(),
+        format: state::codec::FORMAT_VERSION,
+        scale: None,
         witness: Some(heard),
     };
     let core = ReplicaCore::start(config(folder), ports).await.unwrap();

@@ -40,17 +40,18 @@ fn backends_of_the_command_line_need_no_file() {
 
 #[test]
 fn lists_of_tables_in_variables_are_errors() {
-    for name in [
-        "QUORATE_BACKENDS",
-        "QUORATE_MODELS",
-        "QUORATE_BACKENDS__0__URL",
+    for (name, list) in [
+        ("QUORATE_BACKENDS", "[[backends]]"),
+        ("QUORATE_MODELS", "[[models]]"),
+        ("QUORATE_DISCOVERY", "[[discovery]]"),
+        ("QUORATE_BACKENDS__0__URL", "[[backends]]"),
+        ("QUORATE_DISCOVERY__0__KIND", "[[discovery]]"),
+        ("QUORATE_DISCOVERY__KIND", "[[discovery]]"),
     ] {
         let variables = variables(&[("QUORATE_NODE__ID", "1"), (name, "http://a:1")]);
         let told = brief(&layers("", &variables, &[]).unwrap_err());
-        assert!(
-            told.contains(name) && told.contains("in the config file"),
-            "{told}"
-        );
+        let expected = format!("{name}: names no key (expected {list} in the config file");
+        assert!(told.contains(&expected), "{told}");
     }
     let service = variables(&[
         ("QUORATE_NODE__ID", "1"),

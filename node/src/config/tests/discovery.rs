@@ -129,3 +129,21 @@ kv_replay_port = 1
         "#]],
     );
 }
+
+#[test]
+fn a_replica_is_a_pod_of_its_statefulset_by_its_name() {
+    let set = "[node]\nid = 3\n[cluster.statefulset]\nname = \"quorate\"\n";
+    faults(
+        set,
+        expect![[r#"
+            4:8: cluster.statefulset.name is set, and node.id is 3 (expected node.id = "from-hostname" beside it)
+        "#]],
+    );
+    let wrong = "[node]\nid = 3\n[cluster.statefulset]\nname = \"../pods\"\n";
+    faults(
+        wrong,
+        expect![[r#"
+            4:8: cluster.statefulset.name is no name of an object (expected letters, digits, `-` and `.`)
+        "#]],
+    );
+}

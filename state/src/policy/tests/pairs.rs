@@ -28,9 +28,26 @@ const BUSY: Candidate = Candidate {
     prices: None,
 };
 
+fn sides<'a>(
+    handover: Handover,
+    prefill: &'a [Candidate],
+    decode: &'a [Candidate],
+) -> PairSides<'a> {
+    PairSides {
+        handover,
+        prefill,
+        decode,
+    }
+}
+
 fn paired(prefill: &[Candidate], decode: &[Candidate]) -> Result<BackendPair, WholeReason> {
-    let terms = (&PairSettings::default(), &BUSY);
-    choose_pair(&cost(), &REQUEST, terms, prefill, decode)
+    let terms = (&PairSettings::default(), Some(&BUSY));
+    choose_pair(
+        &cost(),
+        &REQUEST,
+        terms,
+        &[sides(Handover::Answer, prefill, decode)],
+    )
 }
 
 fn chosen(prefill: &[Candidate], decode: &[Candidate]) -> [u16; 2] {
@@ -79,7 +96,9 @@ fn backends_that_answer_compute_too_while_those_that_prefill_are_behind() {
         };
         let whole = pending(1, whole_tokens);
         let prefill = [pending(0, prefill_tokens)];
-        choose_pair(&cost(), &REQUEST, (&settings, &whole), &prefill, &[whole])
+        let decode = [whole];
+        let sides = [sides(Handover::Answer, &prefill, &decode)];
+        choose_pair(&cost(), &REQUEST, (&settings, Some(&whole)), &sides)
     };
     // The prompt's own 1,600 tokens come on top on either side.
     assert!(asked(Disaggregate::Auto, 1_600, 0).is_ok());
@@ -125,6 +144,43 @@ fn load_and_memory_weigh_on_the_decode_side_and_a_prefix_as_much_as_its_transfer
     assert_eq!(chosen(&prefill, &[full, running(5, backend(1, 0))]), [9, 1]);
 }
 
+#[test]
+fn a_pair_hands_over_in_one_way() {
+    let (by_answer, by_room) = (
+        [backend(0, 0), backend(1, 0)],
+        [backend(2, 90), backend(3, 0)],
+    );
+    let terms = (&PairSettings::default(), Some(&BUSY));
+    let pair = |first: &[Candidate], second: &[Candidate]| {
+        let sides = [
+            sides(Handover::Answer, &by_answer[..1], first),
+            sides(Handover::Room, &by_room[..1], second),
+        ];
+        let pair = choose_pair(&cost(), &REQUEST, terms, &sides)?;
+        Ok((pair.handover, pair.prefill.slot.0, pair.decode.slot.0))
+    };
+    let (answering, meeting) = (&by_answer[1..], &by_room[1..]);
+    // The best one for the prompt says which way it goes.
+    assert_eq!(pair(answering, meeting), Ok((Handover::Room, 2, 3)));
+    // One whose like are all out cannot be it.
+    assert_eq!(pair(answering, &[]), Ok((Handover::Answer, 0, 1)));
+    assert_eq!(pair(&[], meeting), Ok((Handover::Room, 2, 3)));
+    assert_eq!(pair(&[], &[]), Err(WholeReason::NoDecode));
+}
+
+#[test]
+fn where_nobody_can_do_all_of_a_request_a_busy_prefill_backend_is_waited_for() {
+    let busy = [Candidate {
+        pending_prefill_tokens: 10_000_000,
+        ..backend(0, 0)
+    }];
+    let decode = [backend(1, 0)];
+    let sides = [sides(Handover::Room, &busy, &decode)];
+    let asked = |whole| choose_pair(&cost(), &REQUEST, (&PairSettings::default(), whole), &sides);
+    assert!(asked(None).is_ok());
+    assert_eq!(asked(Some(&backend(2, 0))), Err(WholeReason::PrefillBusy));
+}
+
 proptest! {
     #[test]
     fn each_side_gets_one_of_its_candidates(
@@ -141,8 +197,9 @@ proptest! {
             })
             .collect();
         let (prefill, decode) = candidates.split_at(split.min(candidates.len() - 1));
-        let terms = (&PairSettings::default(), &BUSY);
-        let pair = choose_pair(&policy, &REQUEST, terms, prefill, decode).unwrap();
+        let terms = (&PairSettings::default(), Some(&BUSY));
+        let sides = [sides(Handover::Answer, prefill, decode)];
+        let pair = choose_pair(&policy, &REQUEST, terms, &sides).unwrap();
         prop_assert!(prefill.iter().any(|it| it.slot == pair.prefill.slot));
         prop_assert!(decode.iter().any(|it| it.slot == pair.decode.slot));
     }

@@ -20,6 +20,7 @@ mod pace;
 mod tests;
 
 use bincode::{Decode, Encode};
+use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::ServiceSample;
@@ -40,7 +41,7 @@ pub(crate) struct AdaptiveLimit {
 }
 
 /// The limit of one backend and the figures behind it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, JsonSchema)]
 pub struct LimitFigures {
     /// Maximum number of concurrent requests; `None`: unlimited.
     pub limit: Option<u32>,
@@ -62,6 +63,7 @@ pub struct LimitFigures {
     /// first.
     pub inter_token_us: Option<u32>,
     /// Search interval of the controller, `b_low` and `b_high`; `None` without a controller.
+    #[schemars(with = "Option<[u32; 2]>")]
     pub interval: Option<(u32, u32)>,
 }
 

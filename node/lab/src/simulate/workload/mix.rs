@@ -156,6 +156,7 @@ impl Mix {
                 user: group % workload.users.len(),
                 prompt: Arc::new(SimPrompt::new(&text)),
                 output_tokens: LengthRange::draw(self.lengths.output, &mut rng),
+                replica: None,
             });
         }
         workload

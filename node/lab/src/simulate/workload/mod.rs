@@ -66,6 +66,8 @@ pub struct SimArrival {
     pub prompt: Arc<SimPrompt>,
     /// Tokens the engine makes.
     pub output_tokens: u32,
+    /// The replica that it comes to, from 0, unless its user has one; `None`: any.
+    pub replica: Option<u8>,
 }
 
 /// A prompt with its identity on both sides.
@@ -103,7 +105,13 @@ impl SimPrompt {
     /// The identity of `text`, by the code that production uses for it.
     #[must_use]
     pub fn new(text: &[u8]) -> Self {
-        let block_bytes = BLOCK_TOKENS * TOKEN_BYTES as u32;
+        Self::cut(text, BLOCK_TOKENS)
+    }
+
+    /// The same with blocks of so many tokens.
+    #[must_use]
+    pub fn cut(text: &[u8], block_tokens: u32) -> Self {
+        let block_bytes = block_tokens * TOKEN_BYTES as u32;
         let scope = Scope {
             model: MODEL,
             adapter: "",
@@ -116,7 +124,7 @@ impl SimPrompt {
         let mut chain = Vec::new();
         chain_bytes(&root, text, block_bytes, &mut chain);
         let matchable = matchable_blocks(text.len() as u64, scope.block_size);
-        let sequence = Sequence::new(text, "", BLOCK_TOKENS, 0);
+        let sequence = Sequence::new(text, "", block_tokens, 0);
         let blocks = (0..).zip(text.chunks_exact(block_bytes));
         let positions = blocks.map(|(position, block)| xxh3_64_with_seed(block, position));
         Self {
@@ -131,7 +139,7 @@ impl SimPrompt {
                     bytes: text[chain.len() * block_bytes..].to_vec(),
                     block_bytes,
                     reply: ReplyShape::Continuation,
-                    tokens_per_block: BLOCK_TOKENS,
+                    tokens_per_block: block_tokens,
                     ..ChainTail::default()
                 },
                 chain: chain.into(),
@@ -195,6 +203,7 @@ impl SimWorkload {
                 user,
                 prompt: Arc::new(SimPrompt::new(arrival.prompt.text().as_bytes())),
                 output_tokens: arrival.output_tokens.max(1),
+                replica: None,
             });
         }
         workload

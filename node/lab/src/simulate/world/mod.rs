@@ -92,6 +92,8 @@ struct RequestState {
     has_first_token: bool,
     /// When its first token came.
     first_token: Micros,
+    /// The replica that it comes to; `None`: its user's, or any.
+    pinned: Option<u8>,
     /// Times it was sent.
     tries: u32,
     /// While it waits.
@@ -217,6 +219,7 @@ impl<'a> SimWorld<'a> {
             },
             as_written: plan.as_written,
             pairs: plan.apart.pairs,
+            block_tokens: plan.block_tokens,
         };
         let place = |id| ReplicaPlace::new(id, 1, state_of(&setup), plan, &run);
         let weights = workload.users.iter().map(|user| user.weight_milli);

@@ -11,7 +11,7 @@ use super::{Micros, ReplicaPlace, RequestStage, RequestState, SimEvent, SimWorld
 use crate::simulate::clock::unix_ms;
 use crate::simulate::engine::ServedStep;
 use crate::simulate::lobby::{NextAdmission, WaitingRequest};
-use crate::simulate::plan::{BLOCK_TOKENS, EngineModel};
+use crate::simulate::plan::EngineModel;
 use crate::simulate::replica::EngineUsage;
 use crate::simulate::workload::SimPrompt;
 
@@ -22,7 +22,8 @@ impl SimWorld<'_> {
         if let Some(next) = self.workload.arrivals.get(self.next_arrival) {
             self.events.plan(next.at, SimEvent::Arrive);
         }
-        self.arrive(sent.user, Arc::clone(&sent.prompt), sent.output_tokens);
+        let prompt = Arc::clone(&sent.prompt);
+        self.arrive(sent.user, prompt, sent.output_tokens, sent.replica);
     }
 
     /// A user with a backlog begins: its requests come evenly over a second, so that who happens to
@@ -44,12 +45,18 @@ impl SimWorld<'_> {
         if is_due {
             let rng = &mut self.rngs[user];
             let (prompt, output_tokens) = self.workload.shape.draw_request(rng);
-            self.arrive(user, prompt, output_tokens);
+            self.arrive(user, prompt, output_tokens, None);
         }
         is_due
     }
 
-    fn arrive(&mut self, user: usize, prompt: Arc<SimPrompt>, output_tokens: u32) {
+    fn arrive(
+        &mut self,
+        user: usize,
+        prompt: Arc<SimPrompt>,
+        output_tokens: u32,
+        pinned: Option<u8>,
+    ) {
         self.tally.arrived += 1;
         self.open += 1;
         self.open_by_user[user] += 1;
@@ -67,6 +74,7 @@ impl SimWorld<'_> {
             stage: RequestStage::Waiting,
             has_first_token: false,
             first_token: 0,
+            pinned,
             tries: 0,
             ticket: Ticket::default(),
             computed: 0,
@@ -90,7 +98,8 @@ impl SimWorld<'_> {
         self.begin_try(request);
         let user = self.requests[request].user;
         let drawn = self.spread.below(self.places.len() as u64);
-        let place = match self.workload.users[user].replica {
+        let pinned = self.workload.users[user].replica;
+        let place = match pinned.or(self.requests[request].pinned) {
             Some(pinned) => usize::from(pinned) % self.places.len(),
             None => usize::try_from(drawn).expect("below the number of replicas"),
         };
@@ -138,7 +147,7 @@ impl SimWorld<'_> {
         let replica = &self.places[place].replica;
         let ask = replica.request(request, &asked.prompt, &self.senders[asked.user]);
         let matched_blocks = replica.best_match(&ask);
-        let cached = matched_blocks * BLOCK_TOKENS;
+        let cached = matched_blocks * self.plan.block_tokens;
         WaitingRequest {
             request,
             waiting: QueuedRequest {
@@ -263,7 +272,7 @@ impl SimWorld<'_> {
         }
         let prefill = decision.prefill.as_ref();
         let matched = prefill.map_or(decision.matched, |it| it.matched);
-        self.tally.predicted_tokens += u64::from(matched) * u64::from(BLOCK_TOKENS);
+        self.tally.predicted_tokens += u64::from(matched) * u64::from(self.plan.block_tokens);
         self.tally.promised(asked.user, asked.output_tokens);
         let (engine, output_tokens) = match flight.prefill_engine() {
             Some(computing) => (computing, 1),

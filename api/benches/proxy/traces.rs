@@ -1,0 +1,57 @@
+//! A collector of spans that forgets them, and the export to it, on threads of their own: what
+//! counts is what a request's thread does.
+
+use std::future::pending;
+
+use api::traces::{SpanExport, Tracer, TracingMetrics, TracingSettings};
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
+    TraceService, TraceServiceServer,
+};
+use opentelemetry_proto::tonic::collector::trace::v1::{
+    ExportTraceServiceRequest, ExportTraceServiceResponse,
+};
+use state::ids::ReplicaId;
+use tokio_stream::wrappers::TcpListenerStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use crate::{listen, on_thread};
+
+struct Collector;
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        _: Request<ExportTraceServiceRequest>,
+    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+/// Traces this part of the requests.
+pub(super) fn spawn_collector(sample_ppm: u32) -> Tracer {
+    let (address, _) = on_thread(|tell| async move {
+        let (listener, address) = listen().await;
+        tell.send(address).expect("main waits for it");
+        tonic::transport::Server::builder()
+            .add_service(TraceServiceServer::new(Collector))
+            .serve_with_incoming(TcpListenerStream::new(listener))
+            .await
+            .expect("it serves");
+    });
+    let (tracer, _) = on_thread(move |tell| async move {
+        let settings = TracingSettings {
+            endpoint: format!("http://{address}"),
+            sample_ppm,
+            replica: ReplicaId(1),
+            cluster: "bench".to_owned(),
+        };
+        let metrics = TracingMetrics::default();
+        let (tracer, export) = SpanExport::new(&settings, metrics).expect("it is a URL");
+        tell.send(tracer).expect("main waits for it");
+        export.run(CancellationToken::new()).await;
+        pending::<()>().await;
+    });
+    tracer
+}

@@ -1,0 +1,122 @@
+// Calls of the admin API: token, errors, polling with back-off, the stream of events.
+
+const KEY = 'quorate-token';
+const TIMEOUT_MS = 10_000;
+
+/** What the API answered instead of data. */
+export class ApiError extends Error {
+  constructor(status, problem) {
+    super(problem?.detail ?? problem?.title ?? (status ? `The replica answered ${status}` : 'No answer'));
+    this.status = status;
+    this.problem = problem;
+  }
+}
+
+export const token = {
+  get: () => sessionStorage.getItem(KEY),
+  set: (secret) => (secret ? sessionStorage.setItem(KEY, secret) : sessionStorage.removeItem(KEY)),
+};
+
+/** Told of every answer, and of calls without one: `onanswer(is_there)`. `onunauthorized`: sign in. */
+export const hooks = { onanswer: () => {}, onunauthorized: () => {} };
+
+async function open(method, path, { body, signal } = {}) {
+  const headers = { accept: 'application/json' };
+  const secret = token.get();
+  if (secret) headers.authorization = `Bearer ${secret}`;
+  if (body !== undefined) headers['content-type'] = 'application/json';
+  let answer;
+  try {
+    answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body), cache: 'no-store' });
+  } catch (fault) {
+    if (fault.name === 'AbortError') throw fault;
+    hooks.onanswer(false);
+    throw new ApiError(0);
+  }
+  hooks.onanswer(true);
+  if (answer.ok) return answer;
+  const problem = await answer.json().catch(() => undefined);
+  if (answer.status === 401) hooks.onunauthorized();
+  throw new ApiError(answer.status, problem);
+}
+
+export async function call(method, path, { body, signal } = {}) {
+  const limit = AbortSignal.timeout(TIMEOUT_MS);
+  const both = signal ? AbortSignal.any([signal, limit]) : limit;
+  try {
+    const answer = await open(method, path, { body, signal: both });
+    const text = await answer.text();
+    return text ? JSON.parse(text) : undefined;
+  } catch (fault) {
+    if (fault.name !== 'TimeoutError' && !(fault.name === 'AbortError' && limit.aborted)) throw fault;
+    hooks.onanswer(false);
+    throw new ApiError(0);
+  }
+}
+
+export const get = (path, signal) => call('GET', path, { signal });
+
+/** All pages of a list, one after the other: `take(page)` is called with each. */
+export async function pages(path, take, signal) {
+  let cursor = '';
+  do {
+    const page = await get(`${path}${path.includes('?') ? '&' : '?'}limit=1000${cursor ? `&cursor=${encodeURIComponent(cursor)}` : ''}`, signal);
+    take(page);
+    cursor = page.next_cursor;
+  } while (cursor);
+}
+
+const wait = (ms, signal) => new Promise((resolve) => {
+  const done = () => { clearTimeout(timer); document.removeEventListener('visibilitychange', seen); signal.removeEventListener('abort', done); resolve(); };
+  const timer = setTimeout(done, ms);
+  const seen = () => { if (!document.hidden) done(); };
+  document.addEventListener('visibilitychange', seen);
+  signal.addEventListener('abort', done);
+});
+
+/** Calls `look(signal)` now and every `ms` until `signal`; twice as seldom after each failure, and not while nobody sees the page. */
+export async function every(ms, signal, look, failed = () => {}) {
+  let failures = 0;
+  while (!signal.aborted) {
+    if (!document.hidden) {
+      try {
+        await look(signal);
+        failures = 0;
+      } catch (fault) {
+        if (signal.aborted) return;
+        failures += 1;
+        failed(fault);
+        if (!(fault instanceof ApiError)) console.error(fault);
+      }
+    }
+    await wait(Math.min(ms * 2 ** Math.min(failures, 4), Math.max(ms, 8000)), signal);
+  }
+}
+
+/** Reads events until `signal`, and begins anew when the stream ends. */
+export async function follow(signal, take) {
+  let pause = 500;
+  while (!signal.aborted) {
+    try {
+      const answer = await open('GET', '/admin/v1/events', { signal });
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      let rest = '';
+      for (;;) {
+        const { value, done } = await reader.read();
+        if (done) break;
+        pause = 500;
+        const parts = (rest + value).split('\n\n');
+        rest = parts.pop();
+        for (const part of parts) {
+          const line = (name) => part.split('\n').find((it) => it.startsWith(`${name}:`))?.slice(name.length + 1).trim();
+          const data = line('data');
+          if (data) take(line('event'), JSON.parse(data));
+        }
+      }
+    } catch (fault) {
+      if (signal.aborted) return;
+    }
+    await wait(pause, signal);
+    pause = Math.min(pause * 2, 8000);
+  }
+}

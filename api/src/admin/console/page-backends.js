@@ -1,0 +1,157 @@
+// The engines: which of them needs a look, and what each does.
+
+import { every, pages } from './api.js';
+import { drain, undrain } from './actions.js';
+import { meter, setStatus, status } from './charts.js';
+import { attr, h, icon, put, swap } from './dom.js';
+import { NONE, count, ms, percent, short, value } from './format.js';
+import { live, may, watch } from './live.js';
+import { table } from './table.js';
+import { MODES } from './words.js';
+
+export const title = 'Backends';
+
+const PROMPT_TOKENS = 1000;
+
+/** When the first token of a prompt of 1,000 tokens would come that nothing is cached of, in ms. */
+export function firstTokenMs(it) {
+  const learnt = it.service?.learnt;
+  if (!learnt?.prefill_ns_per_token) return null;
+  const work = learnt.prefill_ns_per_token * (PROMPT_TOKENS + it.in_flight.pending_prefill_tokens);
+  return (work + learnt.decode_ns_per_request * it.in_flight.cluster) / 1e6 + (learnt.first_token_base_us ?? 0) / 1000;
+}
+
+/** The backends, those that need a look first: `{ id, level, why, of }`, level 0: none. */
+export function judge(backends) {
+  const times = backends.map(firstTokenMs).filter((it) => it !== null).sort((a, b) => a - b);
+  const median = times[Math.floor((times.length - 1) / 2)];
+  const judged = backends.map((it) => {
+    const first = firstTokenMs(it);
+    const limit = it.service?.limit;
+    const rank = (level, why, more = 0) => ({ id: it.id, level, why, more, first, of: it });
+    if (it.state.is_draining) return rank(1, 'Draining: takes no new requests');
+    if (!it.state.is_healthy) return rank(4, `Not healthy: ${it.state.detail ?? 'not probed yet'}`);
+    if (it.circuit.is_open) return rank(4, 'Circuit open: requests failed one after the other');
+    if (it.service?.accuracy?.is_off) return rank(3, `Predictions are off by ${percent(Math.abs(it.service.accuracy.error_permille) / 1000)}`);
+    if (limit && it.in_flight.cluster >= limit) return rank(2, `At its limit of ${count(limit)} requests`, first ?? 0);
+    if (it.ownership.mode === 'degraded') return rank(2, `Ownership degraded: ${it.ownership.reason}`);
+    if (first !== null && times.length > 1 && first > 1.5 * median) return rank(2, `Slowest first token: ${ms(first)} for 1,000 tokens, ${(first / median).toFixed(1)} times the usual`, first);
+    return rank(0, '', first ?? 0);
+  });
+  return judged.sort((a, b) => b.level - a.level || b.more - a.more || a.id.localeCompare(b.id, 'en', { numeric: true }));
+}
+
+const KINDS = ['good', 'wait', 'warn', 'warn', 'bad'];
+
+function stateCell() {
+  const node = status('wait', '');
+  return { node, update: (row) => setStatus(node, KINDS[row.level], row.of.state.is_draining ? 'Draining' : row.level === 0 ? 'Healthy' : row.of.circuit.is_open && row.of.state.is_healthy ? 'Circuit open' : row.of.state.is_healthy ? 'Look' : 'Not healthy') };
+}
+
+const bar = (read, kind) => () => {
+  const it = meter(kind);
+  return { node: it.node, update: (row) => it.set(...read(row.of)) };
+};
+
+const error = (it) => it.service?.accuracy?.error_permille ?? null;
+
+const columns = (open) => [
+  { title: 'Backend', head: true, by: (row) => row.id, make: () => {
+    const button = h('button', { type: 'button', class: 'link', onclick: () => open(button.row) });
+    return { node: button, update: (row) => { button.row = row.id; put(button, row.id); } };
+  } },
+  { title: 'State', by: (row) => row.level * 1e9 + row.more, down: true, make: stateCell },
+  { title: 'Finding', wide: true, text: (row) => row.why || 'Nothing stands out' },
+  { title: 'In flight', by: (row) => row.of.in_flight.cluster, number: true, make: bar((it) => {
+    const limit = it.service?.limit;
+    const all = it.in_flight.cluster;
+    return [limit ? all / limit : 0, limit ? `${count(all)} / ${count(limit)}` : count(all), limit && all >= limit];
+  }) },
+  { title: 'First token', wide: true, by: (row) => row.first, number: true, text: (row) => ms(row.first) },
+  { title: 'Owned blocks', wide: true, by: (row) => row.of.owned_blocks, number: true, make: bar((it) => {
+    const all = it.capacity.blocks;
+    return [all ? it.owned_blocks / all : 0, all ? `${short(it.owned_blocks)} / ${short(all)}` : short(it.owned_blocks)];
+  }) },
+  { title: 'KV cache used', wide: true, by: (row) => row.of.engine.kv_usage_permille, number: true, make: bar((it) => [it.engine.kv_usage_permille / 1000, percent(it.engine.kv_usage_permille / 1000), it.engine.kv_usage_permille >= 950]) },
+  { title: 'Predicted − cached', wide: true, by: (row) => Math.abs(error(row.of) ?? 0), number: true, text: (row) => (error(row.of) === null ? NONE : `${error(row.of) > 0 ? '+' : ''}${(error(row.of) / 10).toFixed(1)} %`) },
+  { title: 'Ownership', wide: true, by: (row) => row.of.ownership.mode, text: (row) => MODES[row.of.ownership.mode]?.[0] ?? row.of.ownership.mode },
+];
+
+export function mount(root, signal, [wanted]) {
+  let all = [];
+  let open = wanted;
+  const summary = h('p', { class: 'note', role: 'status' }, 'Reading the backends …');
+  const filter = h('input', { type: 'search', id: 'filter', placeholder: 'Id, model, label, state', autocomplete: 'off', oninput: () => show() });
+  const grid = table({ label: 'Backends', columns: columns((id) => { open = id; history.replaceState(null, '', `#/backends/${encodeURIComponent(id)}`); show(); detail.querySelector('button')?.focus(); }), key: (row) => row.id, sort: { at: 1, down: true }, empty: 'No backend fits.' });
+  const detail = h('aside', { class: 'card detail', 'aria-label': 'Backend', hidden: true });
+  swap(root, h('div', { class: 'row tools' }, h('label', { for: 'filter', class: 'hidden' }, 'Filter'), filter, summary), h('div', { class: 'split' }, grid.node, detail));
+
+  function show() {
+    const text = filter.value.trim().toLowerCase();
+    const judged = judge(all);
+    const fits = (it) => !text || [it.id, it.of.state.name, it.why, it.of.url, ...it.of.models, ...(it.of.facts.models ?? []), ...Object.entries(it.of.labels).flat()].join(' ').toLowerCase().includes(text);
+    const rows = judged.filter(fits);
+    grid.set(rows);
+    const well = judged.filter((it) => it.level === 0).length;
+    put(summary, all.length ? `${count(all.length)} registered, ${count(well)} without a finding${rows.length < all.length ? `, ${count(rows.length)} shown` : ''}` : 'No backend is registered. PUT /admin/v1/backends/ID adds one.');
+    const row = judged.find((it) => it.id === open);
+    detail.hidden = !row;
+    if (row) showDetail(detail, row, () => { open = undefined; history.replaceState(null, '', '#/backends'); show(); });
+  }
+
+  const look = async () => {
+    const found = [];
+    await pages('/admin/v1/backends', (page) => found.push(...page.backends), signal);
+    all = found;
+    show();
+  };
+  const failed = (fault) => { if (!all.length) put(summary, fault.message); };
+  every(2000, signal, async () => {
+    await look();
+    // A large answer is asked for less often.
+    if (all.length > 64) await new Promise((resolve) => { setTimeout(resolve, 3000); });
+  }, failed);
+  watch(signal, (what) => { if (what === 'written') look().catch(failed); });
+}
+
+function showDetail(root, row, close) {
+  const it = row.of;
+  const accuracy = it.service?.accuracy;
+  const rows = [
+    ['Address', it.url], ['Engine', [it.engine_info.kind, it.engine_info.version].filter(Boolean).join(' ') || NONE],
+    ['Models', (it.facts.models ?? it.models).join(', ')], ['Role', it.role === 'both' ? 'Whole requests' : it.role],
+    ['In flight', `${count(it.in_flight.cluster)} in all, ${count(it.in_flight.here)} from replica ${live.me.replica}`],
+    ['Limit', it.service?.limit ? `${count(it.service.limit)} (cache allows ${value(it.service.limits?.b_mem)}, time between tokens ${value(it.service.limits?.b_sla)})` : 'None'],
+    ['In the engine', `${count(it.engine.running)} running, ${count(it.engine.waiting)} waiting`],
+    ['Owned blocks', `${count(it.owned_blocks)} of ${count(it.capacity.blocks)}`],
+    ['Ownership', `${MODES[it.ownership.mode]?.[0]}. ${it.ownership.reason ?? MODES[it.ownership.mode]?.[1]}`],
+    ['Read by', it.ownership.reader ? `Replica ${it.ownership.reader}` : NONE],
+    ['Predicted cached', accuracy ? `${count(accuracy.predicted_tokens)} of ${count(accuracy.prompt_tokens)} tokens` : NONE],
+    ['Reported cached', accuracy ? `${count(accuracy.cached_tokens)} tokens` : NONE],
+    ['First token', row.first === null ? 'Not learnt yet' : `${ms(row.first)} for 1,000 uncached tokens`],
+    ['Circuit', it.circuit.is_open ? `Open for ${ms(it.circuit.pause_ms)}` : `Closed, ${count(it.circuit.recent_failures)} recent failures`],
+    ['Probes', `${count(it.probes.total)}, ${count(it.probes.failures_total)} failed`],
+    ['From', it.discovered ? `Source ${it.discovered.source}` : 'Operator or config'],
+  ];
+  if (root.shown !== it.id) {
+    root.shown = it.id;
+    root.cells = rows.map(() => h('dd'));
+    root.state = status('wait', '');
+    root.why = h('p');
+    root.tools = h('div', { class: 'row' });
+    swap(root, h('header', { class: 'row' }, h('h2', null, it.id), root.state, h('span', { class: 'grow' }), h('button', { type: 'button', class: 'plain', 'aria-label': 'Close', onclick: close }, icon('close'))),
+      root.why, root.tools, h('dl', { class: 'figures' }, rows.map(([name], at) => h('div', null, h('dt', null, name), root.cells[at]))));
+  }
+  rows.forEach(([, text], at) => put(root.cells[at], text));
+  setStatus(root.state, KINDS[row.level], it.state.name);
+  put(root.why, row.why || 'Nothing stands out.');
+  const wanted = may('operator') ? (it.state.is_draining ? 'undrain' : 'drain') : '';
+  if (root.tools.dataset.has !== `${it.id} ${wanted}`) {
+    root.tools.dataset.has = `${it.id} ${wanted}`;
+    const button = wanted === 'undrain' ? h('button', { type: 'button', onclick: () => undrain(it.id) }, 'Undrain …')
+      : h('button', { type: 'button', onclick: () => drain(it.id, root.running) }, 'Drain …');
+    swap(root.tools, wanted && button, h('a', { class: 'button', href: `#/decisions/?backend=${encodeURIComponent(it.id)}` }, 'Its decisions'));
+  }
+  root.running = it.in_flight.cluster;
+  attr(root, 'aria-label', `Backend ${it.id}`);
+}

@@ -1,0 +1,187 @@
+//! What answers are made of: each kind, described.
+
+use axum::response::Html;
+use schemars::JsonSchema;
+use serde_json::{Value, json};
+
+use super::super::answer::{Answer, Changed, JSON, WriteResponse, Written, WrittenWith};
+use super::super::backup::BackupFile;
+use super::super::console::ConsoleAnswer;
+use super::super::openapi::OpenApi;
+use super::super::probes::{MetricsAnswer, ReadinessAnswer};
+use super::super::recordings::RecordingFile;
+use super::super::stream::EventsAnswer;
+use super::super::versions::Versioned;
+use super::problems::{
+    INVALID, LIMIT, NO_QUORUM, NOT_INITIALISED, OUTCOME_UNKNOWN, REFUSED, STALE_SESSION, TOO_LARGE,
+    UNKNOWN_HOST,
+};
+use super::{AnswerShape, CallShape, Gives, Schemas};
+use crate::error::Problem;
+use crate::events::NumberedEvent;
+use crate::readiness::Readiness;
+
+/// What the stream of events consists of.
+const EVENTS: &str = "Server-sent events. The first is `connected`. Each event of the cluster has its \
+    kind as `event`, an `id` and a JSON object as `data`. `missed` stands for events that this \
+    client does not get: `events` says how many, `null` if that is not known.";
+
+/// An answer of JSON.
+fn document(status: u16, what: &'static str, schema: Value) -> AnswerShape {
+    AnswerShape {
+        status,
+        what,
+        media_type: JSON,
+        schema,
+        headers: Vec::new(),
+    }
+}
+
+/// An answer of something else.
+fn other(media_type: &'static str, what: &'static str) -> AnswerShape {
+    AnswerShape {
+        media_type,
+        ..document(200, what, json!({ "type": "string" }))
+    }
+}
+
+impl<T: Gives> Gives for Result<T, Problem> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        T::describe(call, schemas);
+    }
+}
+
+impl<T: JsonSchema> Gives for Answer<T> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let schema = schemas.given::<T>();
+        call.answers.push(document(200, "As asked for.", schema));
+    }
+}
+
+impl<T: JsonSchema> Gives for Versioned<T> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let mut answer = document(200, "As asked for.", schemas.given::<T>());
+        answer.headers = vec![(
+            "ETag",
+            "Version of what `PUT` writes, for `If-Match`. Figures that change by themselves are none of it.",
+        )];
+        call.answers.push(answer);
+    }
+}
+
+/// A write through the log.
+fn writes(call: &mut CallShape, schema: Value) {
+    call.fails(&[
+        INVALID,
+        LIMIT,
+        NOT_INITIALISED,
+        NO_QUORUM,
+        OUTCOME_UNKNOWN,
+        STALE_SESSION,
+        TOO_LARGE,
+    ]);
+    call.answers.push(document(200, "Committed.", schema));
+}
+
+impl Gives for Written {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let schema = schemas.given::<WriteResponse>();
+        writes(call, schema);
+    }
+}
+
+impl<T: JsonSchema> Gives for WrittenWith<T> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let schema = schemas.given::<T>();
+        writes(call, schema);
+    }
+}
+
+impl<T: JsonSchema> Gives for Changed<T> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        call.fails(&[OUTCOME_UNKNOWN, REFUSED]);
+        let schema = schemas.given::<T>();
+        call.answers.push(document(200, "Done.", schema));
+    }
+}
+
+impl Gives for ReadinessAnswer {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let schema = schemas.given::<Readiness>();
+        let fit = document(200, "The replica takes traffic.", schema.clone());
+        let unfit = document(503, "It does not, for these reasons.", schema);
+        call.answers.extend([fit, unfit]);
+    }
+}
+
+impl Gives for MetricsAnswer {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        call.answers.extend([
+            other("text/plain", "Metrics, in the form that `Accept` prefers."),
+            other("application/openmetrics-text", "Metrics."),
+        ]);
+    }
+}
+
+impl Gives for EventsAnswer {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let data = schemas.given::<NumberedEvent>();
+        let stream = json!({ "type": "string", "x-quorate-event-data": data });
+        call.answers.push(AnswerShape {
+            schema: stream,
+            ..other("text/event-stream", EVENTS)
+        });
+    }
+}
+
+impl Gives for BackupFile {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        let file = json!({ "type": "string", "contentMediaType": "application/octet-stream" });
+        call.answers.push(AnswerShape {
+            schema: file,
+            headers: vec![("Content-Disposition", "A name for the file.")],
+            ..other("application/octet-stream", "The backup.")
+        });
+    }
+}
+
+impl Gives for RecordingFile {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        call.answers.push(AnswerShape {
+            headers: vec![("Content-Disposition", "A name for the file.")],
+            ..other(
+                "application/jsonl",
+                "The recording: a head and a line for each request.",
+            )
+        });
+    }
+}
+
+impl Gives for OpenApi {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        let schema = json!({ "type": "object", "properties": { "openapi": { "const": "3.1.0" } } });
+        call.answers.push(document(200, "The document.", schema));
+    }
+}
+
+impl Gives for ConsoleAnswer {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        call.fails(&[UNKNOWN_HOST]);
+        call.answers.push(AnswerShape {
+            status: 304,
+            ..other("text/html", "The browser has it, as `If-None-Match` says.")
+        });
+        call.answers.extend([
+            other("text/html", "A page, which holds no data."),
+            other("text/css", "Its style."),
+            other("text/javascript", "One of its scripts."),
+            other("image/svg+xml", "Its icon."),
+        ]);
+    }
+}
+
+impl Gives for Html<String> {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        call.answers.push(other("text/html", "A page."));
+    }
+}

@@ -1,0 +1,140 @@
+//! What requests are made of: each extractor, described.
+
+use axum::extract::{Extension, State};
+use http::HeaderMap;
+use schemars::JsonSchema;
+use serde_json::{Value, json};
+
+use super::super::AdminState;
+use super::super::answer::{JSON, Json, MaybeJson, PathName, PathParam, QueryParams};
+use super::super::readback::{ReadBack, ReadBackJson, WrittenSettings};
+use super::super::restore::{BACKUP, BackupUpload};
+use super::super::stream::LastEventId;
+use super::super::versions::IfMatch;
+use super::super::whoami::Caller;
+use super::problems::{BODY_TIMEOUT, BODY_TOO_LARGE, CHANGED, CONTENT_TYPE, INVALID, NO_QUORUM};
+use super::{BodyShape, CallShape, ParameterShape, Schemas, Takes};
+
+impl Takes for State<AdminState> {
+    fn describe(_: &mut CallShape, _: &mut Schemas) {}
+}
+
+impl Takes for Extension<Caller> {
+    fn describe(_: &mut CallShape, _: &mut Schemas) {}
+}
+
+impl Takes for HeaderMap {
+    fn describe(_: &mut CallShape, _: &mut Schemas) {}
+}
+
+impl Takes for BackupUpload {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        call.fails(&[INVALID, BODY_TIMEOUT, CONTENT_TYPE]);
+        call.body = Some(BodyShape {
+            media_type: BACKUP,
+            is_required: true,
+            schema: json!({ "type": "string", "contentMediaType": BACKUP }),
+        });
+    }
+}
+
+impl<T: JsonSchema> Takes for QueryParams<T> {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        let keys = Schemas::keys::<T>();
+        if keys.iter().any(|key| key.name == "read") {
+            call.fails(&[NO_QUORUM]);
+        }
+        call.query.extend(keys);
+    }
+}
+
+impl<T: JsonSchema> Takes for PathParam<T> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        call.path = Some(schemas.taken::<T>());
+    }
+}
+
+impl Takes for PathName {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        call.path = Some(json!({ "type": "string", "minLength": 1, "maxLength": 256 }));
+    }
+}
+
+impl Takes for IfMatch {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        call.fails(&[CHANGED, NO_QUORUM]);
+        call.headers.push(ParameterShape {
+            name: "If-Match".to_owned(),
+            is_required: false,
+            schema: json!({
+                "type": "string",
+                "pattern": "^(\\*|\"[!#-~]*\"(, ?\"[!#-~]*\")*)$",
+                "description": "`ETag` of what was read: the write takes place only if it is still that, else 412. `*`: anything, as long as it is there.",
+                "examples": ["\"1f0c7e9d5b3a48266c1de5f0a9b7c384\""],
+            }),
+        });
+    }
+}
+
+impl Takes for LastEventId {
+    fn describe(call: &mut CallShape, _: &mut Schemas) {
+        call.headers.push(ParameterShape {
+            name: "Last-Event-ID".to_owned(),
+            is_required: false,
+            schema: json!({
+                "type": "string",
+                "description": "Id of the last event that the client had: those after it are told first, as far as they are kept.",
+                "examples": ["5bd0a1f7-42"],
+            }),
+        });
+    }
+}
+
+fn takes_json(call: &mut CallShape, schema: Value, is_required: bool) {
+    call.fails(&[INVALID, BODY_TIMEOUT, BODY_TOO_LARGE, CONTENT_TYPE]);
+    call.body = Some(BodyShape {
+        media_type: JSON,
+        is_required,
+        schema,
+    });
+}
+
+impl<T: JsonSchema> Takes for Json<T> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let schema = schemas.taken::<T>();
+        takes_json(call, schema, true);
+    }
+}
+
+impl<T: JsonSchema> Takes for MaybeJson<T> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let schema = schemas.taken::<T>();
+        takes_json(call, schema, false);
+    }
+}
+
+impl<T: JsonSchema> Takes for WrittenSettings<T> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let config = schemas.taken::<T>();
+        let around = json!({
+            "type": "object",
+            "description": "What `GET` answered, edited. Of it, `config` is written.",
+            "properties": {
+                "config": config,
+                "index": {},
+                "is_set": {},
+                "is_of_model": {},
+            },
+            "required": ["config"],
+            "additionalProperties": false,
+        });
+        takes_json(call, json!({ "anyOf": [config, around] }), true);
+    }
+}
+
+impl<T: ReadBack + JsonSchema> Takes for ReadBackJson<T> {
+    fn describe(call: &mut CallShape, schemas: &mut Schemas) {
+        let schema = schemas.taken::<T>();
+        takes_json(call, schema, true);
+    }
+}

@@ -1,0 +1,183 @@
+//! Schemas of types, as OpenAPI 3.1 has them, which is JSON Schema.
+//!
+//! A type may be read with fields left out that are always written, so what is taken and what is
+//! given have schemas of their own; where they differ, that of requests is called `...Input`.
+
+use std::collections::BTreeSet;
+
+use schemars::generate::SchemaSettings;
+use schemars::transform::ReplaceBoolSchemas;
+use schemars::{JsonSchema, SchemaGenerator};
+use serde_json::{Map, Value};
+
+use super::ParameterShape;
+use super::forms::{merge_words, name_objects};
+use crate::error::Problem;
+
+/// Where the document has its schemas.
+const AT: &str = "#/components/schemas/";
+/// Marks a reference to a schema of requests until all are known.
+const TAKEN: &str = "#/taken/";
+
+/// The schemas that calls refer to.
+pub(in super::super) struct Schemas {
+    given: SchemaGenerator,
+    taken: SchemaGenerator,
+}
+
+impl Schemas {
+    pub(in super::super) fn new() -> Self {
+        let settings = |at: &'static str| {
+            let mut booleans = ReplaceBoolSchemas::default();
+            booleans.skip_additional_properties = true;
+            SchemaSettings::draft2020_12().with(|settings| {
+                settings.definitions_path = at.trim_start_matches('#').trim_end_matches('/').into();
+                settings.meta_schema = None;
+                settings.transforms.push(Box::new(booleans));
+            })
+        };
+        Self {
+            given: settings(AT).for_serialize().into_generator(),
+            taken: settings(TAKEN).for_deserialize().into_generator(),
+        }
+    }
+
+    /// The schema of what is answered.
+    pub(super) fn given<T: JsonSchema>(&mut self) -> Value {
+        self.given.subschema_for::<T>().to_value()
+    }
+
+    /// The schema of every error.
+    pub(in super::super) fn given_problem(&mut self) -> Value {
+        self.given::<Problem>()
+    }
+
+    /// The schema of what is sent.
+    pub(super) fn taken<T: JsonSchema>(&mut self) -> Value {
+        self.taken.subschema_for::<T>().to_value()
+    }
+
+    /// The fields of `T` as keys of a query.
+    pub(super) fn keys<T: JsonSchema>() -> Vec<ParameterShape> {
+        let settings = SchemaSettings::draft2020_12()
+            .for_deserialize()
+            .with(|settings| settings.inline_subschemas = true);
+        let schema = settings.into_generator().into_root_schema_for::<T>();
+        let required = schema.get("required").and_then(Value::as_array);
+        let is_required = |name: &str| {
+            let mut required = required.into_iter().flatten();
+            required.any(|it| it.as_str() == Some(name))
+        };
+        let fields = schema.get("properties").and_then(Value::as_object);
+        let fields = fields.into_iter().flatten();
+        fields
+            .map(|(name, schema)| {
+                let mut schema = without_null(schema.clone());
+                merge_words(&mut schema);
+                ParameterShape {
+                    name: name.clone(),
+                    is_required: is_required(name),
+                    schema,
+                }
+            })
+            .collect()
+    }
+
+    /// All schemas by name, and how references of requests are written now.
+    pub(in super::super) fn named(mut self) -> (Map<String, Value>, TakenNames) {
+        let mut given = self.given.take_definitions(true);
+        let taken = self.taken.take_definitions(true);
+        let names = TakenNames::of(&given, &taken);
+        for (name, mut schema) in taken {
+            names.settle(&mut schema);
+            given.insert(names.name(&name), schema);
+        }
+        given.values_mut().for_each(merge_words);
+        name_objects(&mut given);
+        given.sort_keys();
+        (given, names)
+    }
+}
+
+/// A query cannot say `null`: it leaves the key out.
+fn without_null(mut schema: Value) -> Value {
+    if let Some(types) = schema["type"].as_array() {
+        let left: Vec<Value> = types.iter().filter(|it| *it != "null").cloned().collect();
+        if let [only] = left.as_slice() {
+            schema["type"] = only.clone();
+        }
+    }
+    if let Some(schema) = schema.as_object_mut() {
+        schema.remove("default");
+    }
+    schema
+}
+
+/// Schemas of requests that differ from those of answers of the same name.
+pub(in super::super) struct TakenNames(BTreeSet<String>);
+
+impl TakenNames {
+    fn of(given: &Map<String, Value>, taken: &Map<String, Value>) -> Self {
+        let as_given = |schema: &Value| {
+            let text = schema.to_string().replace(TAKEN, AT);
+            serde_json::from_str::<Value>(&text).expect("it was JSON before")
+        };
+        let differs = |(name, schema): &(&String, &Value)| {
+            given
+                .get(*name)
+                .is_some_and(|given| *given != as_given(schema))
+        };
+        let mut names: BTreeSet<String> = taken
+            .iter()
+            .filter(differs)
+            .map(|(name, _)| name.clone())
+            .collect();
+        loop {
+            // What refers to another schema is another schema.
+            let refers = |schema: &Value| {
+                let text = schema.to_string();
+                names
+                    .iter()
+                    .any(|name| text.contains(&format!("{TAKEN}{name}\"")))
+            };
+            let further: Vec<String> = taken
+                .iter()
+                .filter(|(name, schema)| {
+                    given.contains_key(*name) && !names.contains(*name) && refers(schema)
+                })
+                .map(|(name, _)| name.clone())
+                .collect();
+            if further.is_empty() {
+                return Self(names);
+            }
+            names.extend(further);
+        }
+    }
+
+    fn name(&self, name: &str) -> String {
+        match self.0.contains(name) {
+            true => format!("{name}Input"),
+            false => name.to_owned(),
+        }
+    }
+
+    /// Writes references as the document has them.
+    pub(in super::super) fn settle(&self, schema: &mut Value) {
+        match schema {
+            Value::Object(fields) => {
+                for (field, value) in fields {
+                    let referred = match value {
+                        Value::String(text) if field == "$ref" => text.strip_prefix(TAKEN),
+                        _ => None,
+                    };
+                    match referred {
+                        Some(name) => *value = format!("{AT}{}", self.name(name)).into(),
+                        None => self.settle(value),
+                    }
+                }
+            }
+            Value::Array(all) => all.iter_mut().for_each(|it| self.settle(it)),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! `GET` and `PUT /admin/v1/log`: what the log of this process says, until it restarts.
+//!
+//! The log is nothing that this crate knows: whoever set it up changes its filter.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use axum::extract::State;
+use http::StatusCode;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::answer::{Answer, Json};
+use super::problem::invalid;
+use super::versions::{IfMatch, Version, Versioned};
+use super::{Admin, AdminState};
+use crate::error::Problem;
+
+type ShowLevel = dyn Fn() -> String + Send + Sync;
+type SetLevel = dyn Fn(&str) -> Result<(), String> + Send + Sync;
+
+/// Changes what the log says.
+#[derive(Clone)]
+pub struct LogLevelControl {
+    show: Arc<ShowLevel>,
+    set: Arc<SetLevel>,
+    /// Held from the look at what holds to its change.
+    turn: Arc<Mutex<()>>,
+}
+
+impl LogLevelControl {
+    /// `show` tells the level or filter that holds; `set` takes one as `log.level` of a config has
+    /// it, or says what it expected.
+    #[must_use]
+    pub fn new(
+        show: impl Fn() -> String + Send + Sync + 'static,
+        set: impl Fn(&str) -> Result<(), String> + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            show: Arc::new(show),
+            set: Arc::new(set),
+            turn: Arc::default(),
+        }
+    }
+
+    /// Sets `level` if `if_match` means what holds. It is this process's own: no quorum is asked.
+    fn replace(&self, if_match: &IfMatch, level: &str) -> Result<(), Problem> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if_match.check(Some(Version::of(&(self.show)())))?;
+        (self.set)(level).map_err(|expected| invalid("level", format!("expected {expected}")))
+    }
+}
+
+impl std::fmt::Debug for LogLevelControl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("LogLevelControl")
+    }
+}
+
+/// A level of the log.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct LogLevelBody {
+    /// Level, or a filter such as `info,raft=debug`, as `log.level` of a config has it.
+    level: String,
+}
+
+#[derive(Serialize, JsonSchema)]
+pub(super) struct LogLevelResponse {
+    /// The level that holds until a restart, or until another one is reloaded from the config.
+    level: String,
+}
+
+fn control(admin: &Admin) -> Result<&LogLevelControl, Problem> {
+    let why = "this process does not change its log";
+    let fixed = || Problem::new(StatusCode::NOT_IMPLEMENTED, "log-level-fixed", why);
+    admin.log_level.as_ref().ok_or_else(fixed)
+}
+
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+) -> Result<Versioned<LogLevelResponse>, Problem> {
+    let level = (control(&admin)?.show)();
+    Ok(Versioned {
+        version: Version::of(&level),
+        body: LogLevelResponse { level },
+    })
+}
+
+pub(super) async fn put(
+    State(admin): State<AdminState>,
+    if_match: IfMatch,
+    Json(body): Json<LogLevelBody>,
+) -> Result<Answer<LogLevelResponse>, Problem> {
+    let level = body.level;
+    control(&admin)?.replace(&if_match, &level)?;
+    tracing::info!(level, "log level changed until the next restart");
+    Ok(Answer(LogLevelResponse { level }))
+}

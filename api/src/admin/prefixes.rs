@@ -1,0 +1,164 @@
+//! Which prefixes of prompts the last requests here had in common, and who owns them.
+//!
+//! A hash names a block together with everything before it, so that requests with the same hash at
+//! some depth begin alike up to there. Each kept request has the hashes at depths that are powers of
+//! two. A prefix is told once, at the greatest such depth that the same requests share.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use axum::extract::State;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use state::ids::{BlockHash, LogIndex, ReplicaId};
+
+use super::answer::{Answer, ListQuery, QueryParams};
+use super::ownership::HexBlockHash;
+use super::{Admin, AdminState};
+use crate::error::Problem;
+use crate::proxy::RequestRecord;
+
+/// Requests that are looked at.
+const REQUESTS_MAX: usize = 2000;
+
+/// Query parameters of the list.
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct PrefixesQuery {
+    /// Most entries to answer; 100 if absent.
+    #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
+    limit: Option<usize>,
+}
+
+#[derive(Serialize, JsonSchema)]
+pub(super) struct PrefixesResponse {
+    index: LogIndex,
+    /// The replica whose last requests these are.
+    replica: ReplicaId,
+    /// Requests that were looked at, at most 2000.
+    requests: usize,
+    /// Those that most requests have in common first.
+    prefixes: Vec<PrefixDetail>,
+}
+
+/// A prefix of several requests.
+#[derive(Serialize, JsonSchema)]
+struct PrefixDetail {
+    /// Hash of its last block.
+    #[schemars(with = "String")]
+    hash: HexBlockHash,
+    /// Its blocks.
+    blocks: u32,
+    model: String,
+    /// Requests that begin with it.
+    requests: u32,
+    /// How many users they are of.
+    users: usize,
+    /// When the last of them came, in Unix milliseconds.
+    last_ms: u64,
+    /// Backends that own it, by slot.
+    owners: Vec<String>,
+    /// The prefix that this one goes on from; absent: none that is listed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
+    after: Option<HexBlockHash>,
+}
+
+/// What is counted of a prefix.
+struct SharedPrefix<'a> {
+    blocks: u32,
+    parent: Option<BlockHash>,
+    /// Of the deeper prefix that goes on from it and that most requests have.
+    deeper: u32,
+    requests: u32,
+    users: BTreeSet<&'a str>,
+    newest: &'a RequestRecord,
+}
+
+/// `GET /admin/v1/ownership/prefixes`.
+pub(super) async fn list(
+    State(admin): State<AdminState>,
+    QueryParams(query): QueryParams<PrefixesQuery>,
+) -> Result<Answer<PrefixesResponse>, Problem> {
+    let page = ListQuery {
+        limit: query.limit,
+        ..ListQuery::default()
+    };
+    let limit = page.limit()?;
+    let index = admin.view.applied();
+    let requests = admin.decisions.newest(u64::MAX, REQUESTS_MAX, |_| true);
+    let shared = shared(&requests);
+    let mut listed: Vec<(&BlockHash, &SharedPrefix<'_>)> = shared
+        .iter()
+        .filter(|(_, it)| it.requests > 1 && it.deeper < it.requests)
+        .collect();
+    listed.sort_unstable_by_key(|(hash, it)| (std::cmp::Reverse((it.requests, it.blocks)), hash.0));
+    listed.truncate(limit);
+    let names: BTreeSet<BlockHash> = listed.iter().map(|(hash, _)| **hash).collect();
+    let prefixes = listed.into_iter().map(|(hash, prefix)| {
+        let after = std::iter::successors(prefix.parent, |hash| shared.get(hash)?.parent);
+        PrefixDetail {
+            hash: HexBlockHash(*hash),
+            blocks: prefix.blocks,
+            model: prefix.newest.model.to_string(),
+            requests: prefix.requests,
+            users: prefix.users.len(),
+            last_ms: prefix.newest.at_ms,
+            owners: owners(&admin, *hash),
+            after: after
+                .into_iter()
+                .find(|it| names.contains(it))
+                .map(HexBlockHash),
+        }
+    });
+    Ok(Answer(PrefixesResponse {
+        index,
+        replica: admin.decisions.replica(),
+        requests: requests.len(),
+        prefixes: prefixes.collect(),
+    }))
+}
+
+/// Counts the prefixes of `requests`, which are the newest first.
+fn shared(requests: &[Arc<RequestRecord>]) -> HashMap<BlockHash, SharedPrefix<'_>> {
+    let mut shared: HashMap<BlockHash, SharedPrefix<'_>> = HashMap::new();
+    for record in requests {
+        let mut parent = None;
+        for (depth, &hash) in record.marks.iter().enumerate() {
+            let prefix = shared.entry(hash).or_insert_with(|| SharedPrefix {
+                blocks: 1 << depth,
+                parent,
+                deeper: 0,
+                requests: 0,
+                users: BTreeSet::new(),
+                newest: record,
+            });
+            prefix.requests += 1;
+            prefix.users.insert(record.user.as_str());
+            parent = Some(hash);
+        }
+    }
+    let mut deepest: BTreeMap<BlockHash, u32> = BTreeMap::new();
+    for prefix in shared.values() {
+        if let Some(parent) = prefix.parent {
+            let most = deepest.entry(parent).or_default();
+            *most = prefix.requests.max(*most);
+        }
+    }
+    for (hash, most) in deepest {
+        if let Some(prefix) = shared.get_mut(&hash) {
+            prefix.deeper = most;
+        }
+    }
+    shared
+}
+
+fn owners(admin: &Admin, hash: BlockHash) -> Vec<String> {
+    let registry = admin.view.registry();
+    let mut owners = Vec::new();
+    admin.view.blocks.owners(hash, |slot| {
+        let backend = registry.backends.iter().find(|it| it.handle.slot == slot);
+        owners.extend(backend.map(|it| it.spec.id.clone()));
+    });
+    owners
+}

@@ -1,0 +1,95 @@
+//! Every path of the admin listener, with who may call it. A path that is not in this table is not
+//! served, and one method of a path cannot be had with less than what the table asks for. The
+//! OpenAPI document is made of the same table (`document`), so neither can have what the other has
+//! not.
+
+mod call;
+mod recordings;
+mod table;
+
+use axum::extract::State;
+use axum::response::Html;
+use http::Method;
+
+pub(super) use self::table::ROUTES;
+use super::AdminState;
+use super::describe::Served;
+use super::describe::problems::ProblemKind;
+use super::roles::{AdminRole, Permission};
+
+/// One path of the listener.
+pub(super) struct RouteInfo {
+    pub(super) path: &'static str,
+    /// Its methods. What is not listed is for nobody but admins.
+    pub(super) calls: &'static [CallInfo],
+}
+
+/// One method of a path.
+pub(super) struct CallInfo {
+    pub(super) method: Method,
+    /// Name for generated clients.
+    pub(super) id: &'static str,
+    /// Who may call it.
+    pub(super) permission: Permission,
+    /// What it does, in sentences of which the first is a title.
+    pub(super) what: &'static str,
+    /// Problems that its handler's signature does not tell.
+    pub(super) problems: &'static [ProblemKind],
+    pub(super) handler: fn() -> Served,
+}
+
+/// What a call needs. `path` is the path of the table that was matched; `None`: no path was.
+pub(super) fn permission(path: Option<&str>, method: &Method) -> Permission {
+    let Some(path) = path else {
+        // Only who may read learns which paths there are.
+        return Permission::Role(AdminRole::Viewer);
+    };
+    let Some(route) = ROUTES.iter().find(|route| route.path == path) else {
+        return Permission::Role(AdminRole::Admin);
+    };
+    let method = asked(method);
+    let mut listed = route.calls.iter();
+    let listed = listed.find(|call| call.method == method);
+    listed.map_or(Permission::Role(AdminRole::Admin), |call| call.permission)
+}
+
+/// The method in the table that answers `method`.
+pub(super) fn asked(method: &Method) -> &Method {
+    match *method {
+        Method::HEAD => &Method::GET,
+        _ => method,
+    }
+}
+
+/// Lists the endpoints as a page for people.
+async fn index(_: State<AdminState>) -> Html<String> {
+    use std::fmt::Write;
+    let mut page = String::from(
+        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\"><title>Quorate</title>\
+         <style>body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem}\
+         td{padding:.15rem 1rem .15rem 0;vertical-align:top}code{font-size:.95em}</style>\
+         <h1>Quorate</h1><p>Admin API of this replica.</p><table>",
+    );
+    for route in ROUTES {
+        let path = route.path;
+        let methods: Vec<_> = route
+            .calls
+            .iter()
+            .map(|call| call.method.as_str())
+            .collect();
+        let linked = if methods.contains(&"GET") && !path.contains('{') {
+            format!("<a href=\"{path}\">{path}</a>")
+        } else {
+            path.to_owned()
+        };
+        write!(
+            page,
+            "<tr><td>{}<td><code>{linked}</code><td>{}",
+            methods.join(" "),
+            route.calls.first().map_or("", |call| call.what)
+        )
+        .expect("writing to a string does not fail");
+    }
+    page.push_str("</table>");
+    Html(page)
+}

@@ -1,0 +1,560 @@
+//! The table of routes.
+
+use super::super::describe::problems::{
+    BACKUP, BUSY, CONFIG_FAULTS, DIGEST_NOT_KEPT, KEY_TAKEN, LOG_LEVEL_FIXED, NOT_APPLIED,
+    NOT_EMPTY, NOT_FOUND, NOT_RELOADABLE, RESTORE, RESTORE_UNDER_WAY, STOPPING, USER_BUSY,
+};
+use super::super::describe::served;
+use super::super::{
+    admission, audit, backends, backup, bins, caches, cluster, config, console, decisions,
+    discovery, explain, keys, log_level, openapi, ownership, policy, prefixes, probes, reload,
+    replicas, restore, stream, user_defaults, users, waiting, whoami,
+};
+use super::call::{ADMIN, OPEN, OPERATOR, SCRAPE, VIEWER, delete, get, post, put};
+use super::recordings::{LAST_RECORDING, RECORDING_FILE, RECORDINGS, STOP_RECORDING, WHAT_IF};
+use super::{RouteInfo, index};
+
+/// Every path of the listener.
+pub(in super::super) const ROUTES: &[RouteInfo] = &[
+    RouteInfo {
+        path: "/",
+        calls: &[get(
+            "console",
+            OPEN,
+            "The console: a page for people. It holds no data.",
+            || served(console::page),
+        )],
+    },
+    RouteInfo {
+        path: "/console/{file}",
+        calls: &[get(
+            "consoleFile",
+            OPEN,
+            "A style sheet, script or picture of the console. It holds no data.",
+            || served(console::file),
+        )
+        .fails(&[NOT_FOUND])],
+    },
+    RouteInfo {
+        path: "/admin/v1",
+        calls: &[get(
+            "paths",
+            VIEWER,
+            "All paths, as a page for people.",
+            || served(index),
+        )],
+    },
+    RouteInfo {
+        path: "/livez",
+        calls: &[get("livez", OPEN, "Whether the process answers.", || {
+            served(probes::livez)
+        })],
+    },
+    RouteInfo {
+        path: "/readyz",
+        calls: &[get(
+            "readyz",
+            OPEN,
+            "Whether the replica takes traffic.",
+            || served(probes::readyz),
+        )],
+    },
+    RouteInfo {
+        path: "/metrics",
+        calls: &[get(
+            "metrics",
+            SCRAPE,
+            "Metrics of this replica, for Prometheus.",
+            || served(probes::metrics),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/openapi.json",
+        calls: &[get(
+            "getOpenApi",
+            VIEWER,
+            "This API, as an OpenAPI 3.1 document.",
+            || served(openapi::show),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/cluster",
+        calls: &[get(
+            "getCluster",
+            VIEWER,
+            "Role, leader, term, indexes and members, as this replica knows them.",
+            || served(cluster::show),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/whoami",
+        calls: &[get(
+            "whoAmI",
+            VIEWER,
+            "Who calls, and with which role.",
+            || served(whoami::show),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/replicas",
+        calls: &[get(
+            "getReplicas",
+            VIEWER,
+            "The replicas side by side: what this one sees of each, and what each tells \
+ of itself.",
+            || served(replicas::show),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/cluster/members",
+        calls: &[post(
+            "addMember",
+            ADMIN,
+            "Adds a replica as a learner, which follows the log without a vote.",
+            || served(cluster::add),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/cluster/members/{id}",
+        calls: &[delete(
+            "removeMember",
+            ADMIN,
+            "Removes a member for good.",
+            || served(cluster::remove),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/cluster/members/{id}/promote",
+        calls: &[post(
+            "promoteMember",
+            ADMIN,
+            "Makes a learner a voter, once it has caught up.",
+            || served(cluster::promote),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/cluster/transfer-leader",
+        calls: &[post(
+            "transferLeader",
+            OPERATOR,
+            "Hands leadership over, to a given voter or to the one that is furthest.",
+            || served(cluster::transfer),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/cluster/snapshot",
+        calls: &[post(
+            "takeSnapshot",
+            OPERATOR,
+            "Has this replica take a snapshot of its state.",
+            || served(cluster::snapshot),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/cluster/backup",
+        calls: &[get(
+            "getBackup",
+            ADMIN,
+            "The whole state as a file, for `restore`.",
+            || served(backup::backup),
+        )
+        .fails(&[BACKUP, BUSY, RESTORE_UNDER_WAY])],
+    },
+    RouteInfo {
+        path: "/admin/v1/cluster/restore",
+        calls: &[post(
+            "restoreBackup",
+            ADMIN,
+            "Puts a backup in the place of the state.",
+            || served(restore::restore),
+        )
+        .fails(&[NOT_EMPTY, RESTORE, RESTORE_UNDER_WAY])],
+    },
+    RouteInfo {
+        path: "/admin/v1/digest",
+        calls: &[get(
+            "getDigest",
+            VIEWER,
+            "Digest of the state, the same on every replica at the same index. A later \
+ index is waited for, two seconds at most.",
+            || served(cluster::digest),
+        )
+        .fails(&[BUSY, DIGEST_NOT_KEPT, NOT_APPLIED])],
+    },
+    RouteInfo {
+        path: "/admin/v1/backends",
+        calls: &[get(
+            "listBackends",
+            VIEWER,
+            "The registered backends by id, with all that is known of each.",
+            || served(backends::list),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/backends/{id}",
+        calls: &[
+            get("getBackend", VIEWER, "One backend.", || {
+                served(backends::show)
+            })
+            .fails(&[NOT_FOUND]),
+            put(
+                "putBackend",
+                OPERATOR,
+                "Registers a backend, or changes it. Takes what `GET` answers.",
+                || served(backends::put),
+            ),
+            delete(
+                "deleteBackend",
+                OPERATOR,
+                "Removes a backend. Requests under way end as they would.",
+                || served(backends::remove),
+            )
+            .fails(&[NOT_FOUND]),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/backends/{id}/drain",
+        calls: &[post(
+            "drainBackend",
+            OPERATOR,
+            "Gives a backend no new requests.",
+            || served(backends::drain),
+        )
+        .fails(&[NOT_FOUND])],
+    },
+    RouteInfo {
+        path: "/admin/v1/backends/{id}/undrain",
+        calls: &[post(
+            "undrainBackend",
+            OPERATOR,
+            "Gives a backend requests again.",
+            || served(backends::undrain),
+        )
+        .fails(&[NOT_FOUND])],
+    },
+    RouteInfo {
+        path: "/admin/v1/discovery",
+        calls: &[get(
+            "getDiscovery",
+            VIEWER,
+            "What sources of engines told this replica, and what came of it.",
+            || served(discovery::show),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/users",
+        calls: &[get(
+            "listUsers",
+            VIEWER,
+            "The users, by the hash of their names.",
+            || served(users::list),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/users/{name}",
+        calls: &[
+            get(
+                "getUser",
+                VIEWER,
+                "One user: counters, weight, limits, budget, waiting requests.",
+                || served(users::show),
+            )
+            .fails(&[NOT_FOUND]),
+            put(
+                "putUser",
+                OPERATOR,
+                "Changes a user, or makes it. Absent fields stay as they are. Takes what \
+ `GET` answers.",
+                || served(users::put),
+            ),
+            delete(
+                "deleteUser",
+                OPERATOR,
+                "Forgets a user with its counters, weight and limits.",
+                || served(users::remove),
+            )
+            .fails(&[NOT_FOUND, USER_BUSY]),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/users/{name}/forgive",
+        calls: &[post(
+            "forgiveUser",
+            OPERATOR,
+            "Forgets what a user has used of its limits and budgets; counters stay.",
+            || served(users::forgive),
+        )
+        .fails(&[NOT_FOUND])],
+    },
+    RouteInfo {
+        path: "/admin/v1/waiting",
+        calls: &[get(
+            "getWaiting",
+            VIEWER,
+            "Users whose requests wait at this replica, who has waited longest first.",
+            || served(waiting::list),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/user-defaults",
+        calls: &[
+            get(
+                "getUserDefaults",
+                VIEWER,
+                "What users have who were not given their own.",
+                || served(user_defaults::show),
+            ),
+            put(
+                "putUserDefaults",
+                OPERATOR,
+                "Replaces what users have who were not given their own.",
+                || served(user_defaults::put),
+            ),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/cache",
+        calls: &[
+            get(
+                "getCache",
+                VIEWER,
+                "Whether users without a setting of their own share cached blocks.",
+                || served(caches::show),
+            ),
+            put(
+                "putCache",
+                OPERATOR,
+                "Sets whether users without a setting of their own share cached blocks.",
+                || served(caches::put),
+            ),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/keys",
+        calls: &[
+            get(
+                "listKeys",
+                VIEWER,
+                "The API keys by id, without their secrets.",
+                || served(keys::list),
+            ),
+            post(
+                "createKey",
+                OPERATOR,
+                "Makes an API key. Its secret is answered this once.",
+                || served(keys::create),
+            )
+            .fails(&[KEY_TAKEN]),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/keys/{id}",
+        calls: &[
+            get("getKey", VIEWER, "One API key.", || served(keys::show)).fails(&[NOT_FOUND]),
+            delete(
+                "revokeKey",
+                OPERATOR,
+                "Revokes an API key for good.",
+                || served(keys::revoke),
+            )
+            .fails(&[NOT_FOUND]),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/keys/{id}/rotate",
+        calls: &[post(
+            "rotateKey",
+            OPERATOR,
+            "Gives an API key another secret, answered this once.",
+            || served(keys::rotate),
+        )
+        .fails(&[KEY_TAKEN, NOT_FOUND])],
+    },
+    RouteInfo {
+        path: "/admin/v1/ownership",
+        calls: &[get(
+            "getOwnership",
+            VIEWER,
+            "Owned blocks per backend, per model and in all.",
+            || served(ownership::counts),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/ownership/prefixes",
+        calls: &[get(
+            "getSharedPrefixes",
+            VIEWER,
+            "Prefixes that the last requests here have in common, and who owns them.",
+            || served(prefixes::list),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/blocks/{hash}",
+        calls: &[get(
+            "getBlockOwners",
+            VIEWER,
+            "The owners of a prefix, by the hash of its last block, 16 hex digits.",
+            || served(ownership::owners),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/explain",
+        calls: &[post(
+            "explain",
+            VIEWER,
+            "How a request would be routed, and why. Changes nothing.",
+            || served(explain::explain),
+        )
+        .fails(&[STOPPING])],
+    },
+    RouteInfo {
+        path: "/admin/v1/decisions",
+        calls: &[get(
+            "listDecisions",
+            VIEWER,
+            "This replica's last decisions, the newest first.",
+            || served(decisions::list),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/decisions/{request_id}",
+        calls: &[get(
+            "getDecision",
+            VIEWER,
+            "One request with every decision: candidates, scores, and what became of it.",
+            || served(decisions::show),
+        )
+        .fails(&[NOT_FOUND])],
+    },
+    RECORDINGS,
+    LAST_RECORDING,
+    RECORDING_FILE,
+    STOP_RECORDING,
+    WHAT_IF,
+    RouteInfo {
+        path: "/admin/v1/policy",
+        calls: &[
+            get(
+                "getPolicy",
+                VIEWER,
+                "The routing policy, in general or of one model.",
+                || served(policy::show),
+            ),
+            put(
+                "putPolicy",
+                OPERATOR,
+                "Replaces the routing policy, in general or of one model, on every replica \
+ at one log index.",
+                || served(policy::put),
+            ),
+            delete(
+                "deletePolicy",
+                OPERATOR,
+                "Removes the policy of one model, which follows the general one from then on.",
+                || served(policy::remove),
+            )
+            .fails(&[NOT_FOUND]),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/routing",
+        calls: &[
+            get(
+                "getRouting",
+                VIEWER,
+                "What routing follows beside the policy.",
+                || served(policy::show_routing),
+            ),
+            put(
+                "putRouting",
+                OPERATOR,
+                "Replaces what routing follows beside the policy.",
+                || served(policy::put_routing),
+            ),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/config",
+        calls: &[get(
+            "getConfig",
+            VIEWER,
+            "Every setting: as configured here, in the cluster, in effect.",
+            || served(config::show),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/config/reload",
+        calls: &[post(
+            "reloadConfig",
+            OPERATOR,
+            "Has this replica read its config again, as SIGHUP does.",
+            || served(reload::reload),
+        )
+        .fails(&[CONFIG_FAULTS, NOT_RELOADABLE, STOPPING])],
+    },
+    RouteInfo {
+        path: "/admin/v1/log",
+        calls: &[
+            get(
+                "getLogLevel",
+                VIEWER,
+                "What this replica's log says.",
+                || served(log_level::show),
+            )
+            .fails(&[LOG_LEVEL_FIXED]),
+            put(
+                "putLogLevel",
+                OPERATOR,
+                "Changes what this replica's log says, until it restarts.",
+                || served(log_level::put),
+            )
+            .fails(&[LOG_LEVEL_FIXED]),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/bins",
+        calls: &[get(
+            "getBins",
+            VIEWER,
+            "Bins of output lengths per model, queues here, limits per backend.",
+            || served(bins::show),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/admission",
+        calls: &[
+            get(
+                "getAdmission",
+                VIEWER,
+                "How requests are admitted: order, limits, queue.",
+                || served(admission::show),
+            ),
+            put(
+                "putAdmission",
+                OPERATOR,
+                "Replaces how requests are admitted, on every replica at one log index.",
+                || served(admission::put),
+            ),
+        ],
+    },
+    RouteInfo {
+        path: "/admin/v1/audit",
+        calls: &[get(
+            "listAudit",
+            VIEWER,
+            "The last administrative writes, the newest first, and by whom they were \
+ made.",
+            || served(audit::audit),
+        )],
+    },
+    RouteInfo {
+        path: "/admin/v1/events",
+        calls: &[get(
+            "getEvents",
+            VIEWER,
+            "Changes in the cluster as this replica notices them: server-sent events.",
+            || served(stream::events),
+        )
+        .fails(&[BUSY])],
+    },
+];

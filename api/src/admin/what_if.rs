@@ -1,0 +1,305 @@
+//! `POST /admin/v1/policy/what-if`: what policies would have chosen in the last decisions.
+//!
+//! Each decision is made again from what it saw: the candidates with their matches and load at that
+//! moment. So the answer is exact for one decision, and says nothing of what a policy would have
+//! built up over time: which blocks would be where, and how long queues. That is what
+//! `quorate simulate --from-decisions` is for (docs/guide/what-if.md). It reads kept records only,
+//! on a thread of its own and one at a time.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use axum::extract::State;
+use http::StatusCode;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use state::command::Rejection;
+use state::ids::{BackendRef, BlockHash, ReplicaId};
+use state::policy::{self, Choice, PolicyConfig, PolicyRequest};
+
+use super::answer::{Answer, MaybeJson};
+use super::problem::invalid;
+use super::{Admin, AdminState};
+use crate::error::Problem;
+use crate::proxy::TakenRequest;
+use crate::routing::SeenDecision;
+
+/// Decisions that are looked at, at most.
+const DECISIONS_MAX: usize = 10_000;
+/// Policies that are asked, at most.
+const POLICIES_MAX: usize = 20;
+
+/// Which decisions are made again, and by whom.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct WhatIfQuestion {
+    /// Last decisions to look at.
+    #[schemars(range(min = 1, max = 10_000))]
+    decisions: usize,
+    /// Only requests for this model.
+    model: Option<String>,
+    /// Policies with their settings; `null`: the live one, and all others with their defaults.
+    #[schemars(length(min = 1, max = 20))]
+    policies: Option<Vec<PolicyConfig>>,
+}
+
+impl Default for WhatIfQuestion {
+    fn default() -> Self {
+        Self {
+            decisions: 1000,
+            model: None,
+            policies: None,
+        }
+    }
+}
+
+#[derive(Debug, Serialize, JsonSchema)]
+pub(super) struct WhatIfAnswer {
+    /// The replica that decided.
+    replica: ReplicaId,
+    /// Decisions that were made again.
+    decisions: u64,
+    /// Of these, those with more than one backend to choose from.
+    choices: u64,
+    /// Last decisions that could not be: more than 64 backends, two backends for one request, or
+    /// none.
+    left_out: u64,
+    /// When the first of them came in, in Unix milliseconds; `null`: there is none.
+    from_ms: Option<u64>,
+    /// When the last of them came in.
+    until_ms: Option<u64>,
+    /// Prompt tokens that engines found in their caches over all of those that told; `null`: none
+    /// told.
+    reported_hit_rate: Option<f64>,
+    /// As it was decided.
+    decided: WhatIfFigures,
+    policies: Vec<WhatIfPolicy>,
+}
+
+/// What one policy would have chosen.
+#[derive(Debug, Serialize, JsonSchema)]
+struct WhatIfPolicy {
+    config: PolicyConfig,
+    /// Whether it is the live policy with its settings.
+    is_live: bool,
+    /// Decisions that would have gone to another backend.
+    elsewhere: u64,
+    /// What it looks at and was not noted, as the policy that decided does not: `session`,
+    /// `user_tokens`, `learnt_prices`.
+    lacks: BTreeSet<&'static str>,
+    #[serde(flatten)]
+    figures: WhatIfFigures,
+}
+
+/// What choices come to.
+#[derive(Debug, Default, Clone, PartialEq, Serialize, JsonSchema)]
+struct WhatIfFigures {
+    /// Prompt tokens that the chosen backends were believed to hold, over all prompt tokens.
+    predicted_hit_rate: Option<f64>,
+    /// Requests of the busiest backend over an even share among all that could be chosen.
+    busiest_share: Option<f64>,
+    /// Requests by backend.
+    by_backend: BTreeMap<String, u64>,
+}
+
+/// `POST /admin/v1/policy/what-if`.
+pub(super) async fn ask(
+    State(admin): State<AdminState>,
+    MaybeJson(question): MaybeJson<WhatIfQuestion>,
+) -> Result<Answer<WhatIfAnswer>, Problem> {
+    let question = question.unwrap_or_default();
+    if !(1..=DECISIONS_MAX).contains(&question.decisions) {
+        let found = question.decisions;
+        let expected = format!("{found}, expected 1 to {DECISIONS_MAX}");
+        return Err(invalid("decisions", expected));
+    }
+    let policies = policies(&admin, question.policies)?;
+    let Ok(permit) = Arc::clone(&admin.what_ifs).try_acquire_owned() else {
+        let title = "another question is being answered";
+        let problem = Problem::new(StatusCode::SERVICE_UNAVAILABLE, "limit", title);
+        return Err(problem.retry_after(1));
+    };
+    let asked = Arc::clone(&admin.admin);
+    let (limit, model) = (question.decisions, question.model);
+    let answering = tokio::task::spawn_blocking(move || {
+        let mut taken = asked.decisions.with_blocks(limit);
+        if let Some(model) = model {
+            taken.retain(|it| *it.record.model == *model);
+        }
+        let answer = answer(&asked, &taken, policies);
+        drop(permit);
+        answer
+    });
+    let answered = answering.await.map_err(|_| {
+        let title = "the replica is stopping";
+        Problem::new(StatusCode::SERVICE_UNAVAILABLE, "stopping", title).retry_after(1)
+    })?;
+    Ok(Answer(answered))
+}
+
+fn policies(admin: &Admin, asked: Option<Vec<PolicyConfig>>) -> Result<Vec<PolicyConfig>, Problem> {
+    let Some(asked) = asked else {
+        let live = admin.view.registry().policy.clone();
+        let others = PolicyConfig::defaults().into_iter();
+        let others = others.filter(|other| other.name() != live.name());
+        return Ok([live.clone()].into_iter().chain(others).collect());
+    };
+    if !(1..=POLICIES_MAX).contains(&asked.len()) {
+        let expected = format!("{}, expected 1 to {POLICIES_MAX}", asked.len());
+        return Err(invalid("policies", expected));
+    }
+    for (at, policy) in asked.iter().enumerate() {
+        policy.validate().map_err(|reject| match reject {
+            Rejection::Invalid { field, expected } => {
+                invalid(&format!("policies[{at}].{field}"), expected)
+            }
+            other => invalid(&format!("policies[{at}]"), other.to_string()),
+        })?;
+    }
+    Ok(asked)
+}
+
+/// A kept decision, to be made again.
+struct Again<'a> {
+    seen: SeenDecision<'a>,
+    chain: &'a [BlockHash],
+}
+
+fn answer(admin: &Admin, taken: &[TakenRequest], policies: Vec<PolicyConfig>) -> WhatIfAnswer {
+    let kept: Vec<_> = taken
+        .iter()
+        .filter_map(|it| {
+            let attempts = it.record.attempts();
+            Some((it, Arc::clone(&attempts.first()?.decision)))
+        })
+        .collect();
+    let again = kept.iter().filter_map(|(it, decision)| {
+        let seen = decision.as_seen()?;
+        let chain = &*it.chain;
+        (!seen.candidates.is_empty()).then_some(Again { seen, chain })
+    });
+    let again: Vec<Again<'_>> = again.collect();
+    let name = |handle: BackendRef| {
+        let name = admin.decider.name_of(handle);
+        name.map_or_else(
+            || format!("slot {}", handle.slot.0),
+            |name| name.to_string(),
+        )
+    };
+    let (mut prompts, mut cached) = (0, 0);
+    for (_, decision) in &kept {
+        let usage = decision.outcome().and_then(|report| report.usage);
+        if let Some((usage, found)) = usage.and_then(|it| Some((it, it.cached_tokens?))) {
+            prompts += usage.prompt_tokens;
+            cached += found;
+        }
+    }
+    let live = admin.view.registry().policy.clone();
+    let decided = figures(&again, |again, _| Some(again.seen.choice), name);
+    let asked = policies.into_iter().map(|config| {
+        let choose = |again: &Again<'_>, at| chosen(&config, again, at);
+        let elsewhere = (0..).zip(&again);
+        let elsewhere = elsewhere.filter(|(at, it)| {
+            choose(it, *at).is_some_and(|choice| choice.slot != it.seen.choice.slot)
+        });
+        WhatIfPolicy {
+            is_live: config == live,
+            elsewhere: elsewhere.count() as u64,
+            lacks: again.iter().flat_map(|it| lacks(&config, it)).collect(),
+            figures: figures(&again, choose, name),
+            config: config.clone(),
+        }
+    });
+    WhatIfAnswer {
+        replica: admin.decisions.replica(),
+        decisions: again.len() as u64,
+        choices: again
+            .iter()
+            .filter(|it| it.seen.candidates.len() > 1)
+            .count() as u64,
+        left_out: (taken.len() - again.len()) as u64,
+        from_ms: taken.first().map(|first| first.record.at_ms),
+        until_ms: taken.last().map(|last| last.record.at_ms),
+        reported_hit_rate: (prompts > 0).then(|| cached as f64 / prompts as f64),
+        decided,
+        policies: asked.collect(),
+    }
+}
+
+/// What `config` would have chosen in the `at`th decision.
+fn chosen(config: &PolicyConfig, again: &Again<'_>, at: u64) -> Option<Choice> {
+    let seen = &again.seen;
+    if config == seen.policy {
+        return Some(seen.choice);
+    }
+    let needs = config.needs();
+    let mut request = seen.request;
+    if needs.turn {
+        request.turn = at;
+    }
+    if let Some(blocks) = needs.prefix_blocks {
+        let first = again.chain.get(..blocks as usize).unwrap_or(again.chain);
+        // A prompt shorter than a block has no other name that was kept.
+        request.prefix_key = first.last().map_or(request.jitter, |block| block.0);
+    }
+    policy::choose(config, &request, &seen.candidates)
+}
+
+/// What a policy looks at and the one that decided does not.
+fn lacks(config: &PolicyConfig, again: &Again<'_>) -> impl Iterator<Item = &'static str> {
+    let (needs, noted) = (config.needs(), again.seen.policy.needs());
+    let session = needs.session.is_some() && needs.session != noted.session;
+    let users = needs.user_tokens && !noted.user_tokens;
+    let prices = needs.learnt && !noted.learnt;
+    let all = [
+        (session, "session"),
+        (users, "user_tokens"),
+        (prices, "learnt_prices"),
+    ];
+    all.into_iter().filter_map(|(is, what)| is.then_some(what))
+}
+
+fn figures(
+    again: &[Again<'_>],
+    choose: impl Fn(&Again<'_>, u64) -> Option<Choice>,
+    name: impl Fn(BackendRef) -> String,
+) -> WhatIfFigures {
+    let mut by_handle: BTreeMap<BackendRef, u64> = BTreeMap::new();
+    let (mut tokens, mut held) = (0, 0);
+    for (at, it) in (0..).zip(again) {
+        for handle in &it.seen.handles {
+            by_handle.entry(*handle).or_default();
+        }
+        let Some(choice) = choose(it, at) else {
+            continue;
+        };
+        let place = it
+            .seen
+            .candidates
+            .iter()
+            .position(|one| one.slot == choice.slot);
+        if let Some(place) = place {
+            *by_handle.entry(it.seen.handles[place]).or_default() += 1;
+        }
+        tokens += u64::from(it.seen.request.tokens);
+        held += held_tokens(&it.seen.request, choice.matched);
+    }
+    let busiest = by_handle.values().max().copied().unwrap_or_default();
+    let all: u64 = by_handle.values().sum();
+    let mut by_backend: BTreeMap<String, u64> = BTreeMap::new();
+    for (handle, count) in &by_handle {
+        *by_backend.entry(name(*handle)).or_default() += count;
+    }
+    WhatIfFigures {
+        predicted_hit_rate: (tokens > 0).then(|| held as f64 / tokens as f64),
+        busiest_share: (all > 0).then(|| busiest as f64 * by_handle.len() as f64 / all as f64),
+        by_backend,
+    }
+}
+
+/// Prompt tokens in matched blocks.
+fn held_tokens(request: &PolicyRequest, matched: u32) -> u64 {
+    let blocks = u64::from(matched.min(request.blocks));
+    let tokens = blocks * u64::from(request.tokens_per_block);
+    tokens.min(request.tokens.into())
+}

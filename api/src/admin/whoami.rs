@@ -1,0 +1,39 @@
+//! Who calls: what a client may offer its user depends on the role.
+
+use axum::extract::{Extension, State};
+use schemars::JsonSchema;
+use serde::Serialize;
+use state::ids::ReplicaId;
+
+use super::AdminState;
+use super::answer::Answer;
+use super::roles::{AdminRole, CallerProof, Operator};
+
+/// Who calls, as the gate found; `None`: nobody has to say.
+#[derive(Clone)]
+pub(super) struct Caller(pub(super) Option<Operator>);
+
+#[derive(Serialize, JsonSchema)]
+pub(super) struct WhoamiResponse {
+    /// The replica that answers.
+    replica: ReplicaId,
+    /// Name of the token or certificate; `null`: this listener asks for none.
+    name: Option<String>,
+    /// What the caller may do.
+    role: AdminRole,
+    /// How it proved who it is.
+    by: Option<CallerProof>,
+}
+
+/// `GET /admin/v1/whoami`.
+pub(super) async fn show(
+    State(admin): State<AdminState>,
+    Extension(Caller(operator)): Extension<Caller>,
+) -> Answer<WhoamiResponse> {
+    Answer(WhoamiResponse {
+        replica: admin.decisions.replica(),
+        role: operator.as_ref().map_or(AdminRole::Admin, |it| it.role),
+        by: operator.as_ref().map(|it| it.by),
+        name: operator.map(|it| it.name.to_string()),
+    })
+}

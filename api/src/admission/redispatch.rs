@@ -1,0 +1,24 @@
+//! A request that a gateway has sent elsewhere than it was told first.
+
+use tokio::time::Instant;
+
+use super::{Admission, AdmissionRequest};
+use crate::routing::{Attempt, Decision, DispatchTerms};
+
+impl Admission {
+    /// Dispatches an admitted request to another backend, where a gateway has sent it at `then` because
+    /// it could not reach the first: whether or not there is a place.
+    pub(crate) fn redispatch(
+        &self,
+        decision: &Decision,
+        candidate: &dyn AdmissionRequest,
+        then: Instant,
+    ) -> Attempt {
+        let terms = DispatchTerms {
+            tokens_max: candidate.tokens_max(),
+            granted_tokens: None,
+        };
+        let ask = candidate.ask(&[]);
+        self.dispatcher.dispatch(decision, &ask, terms, then)
+    }
+}

@@ -1,0 +1,54 @@
+//! What engines say of the stage that they compute.
+
+use serde::{Deserialize, Serialize};
+
+/// Longest name of a mode that is kept, in bytes.
+const MODE_BYTES_MAX: usize = 64;
+
+/// What an engine says in `/server_info` of the stage that it computes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DisaggregationFacts {
+    /// `prefill`, `decode`, or `null` where it computes whole requests.
+    #[serde(rename(deserialize = "disaggregation_mode"))]
+    pub mode: String,
+    /// Where its bootstrap server listens.
+    #[serde(default, rename(deserialize = "disaggregation_bootstrap_port"))]
+    pub bootstrap_port: Option<u16>,
+}
+
+impl DisaggregationFacts {
+    /// Reads an answer to `GET /server_info`; `None`: it tells no mode.
+    pub(super) fn read(answer: &[u8]) -> Option<Self> {
+        let facts: Self = serde_json::from_slice(answer).ok()?;
+        (facts.mode.len() <= MODE_BYTES_MAX).then_some(facts)
+    }
+
+    /// Whether it computes one stage only.
+    pub(super) fn is_apart(&self) -> bool {
+        self.mode != "null"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_engine_tells_its_mode_and_port() {
+        let read = |answer: &str| {
+            let facts = DisaggregationFacts::read(answer.as_bytes())?;
+            Some((facts.is_apart(), facts.bootstrap_port))
+        };
+        let answer = r#"{"model_path":"m","disaggregation_mode":"prefill","disaggregation_bootstrap_port":9001}"#;
+        assert_eq!(read(answer), Some((true, Some(9001))));
+        let whole = r#"{"disaggregation_mode":"null","disaggregation_bootstrap_port":8998}"#;
+        assert_eq!(read(whole), Some((false, Some(8998))));
+        assert_eq!(
+            read(r#"{"disaggregation_mode":"decode"}"#),
+            Some((true, None))
+        );
+        for none in ["{}", "no JSON", r#"{"disaggregation_mode":null}"#] {
+            assert_eq!(read(none), None, "{none}");
+        }
+    }
+}

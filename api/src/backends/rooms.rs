@@ -1,0 +1,43 @@
+//! Engines that meet in rooms: SGLang's, which compute prompts and answers apart.
+//!
+//! Both engines of a pair get the request at once, with the address of the prefill engine's
+//! bootstrap server and the number of a room there. An engine in either mode refuses what comes
+//! without a room, so it can do nothing alone.
+
+use state::Backend;
+use state::command::BackendRole;
+
+use super::Backends;
+
+/// Label of a backend by which an operator says that its engine meets others in rooms, and where
+/// the bootstrap server of a prefill engine listens. Without it the engine is asked.
+pub const BOOTSTRAP_PORT_LABEL: &str = "bootstrap-port";
+/// Where SGLang's bootstrap server listens unless it was told otherwise.
+const BOOTSTRAP_PORT: u16 = 8998;
+
+impl Backends {
+    /// Whether the engine of `backend` does nothing alone, but meets another in a room: as its label
+    /// says, else as engines of its kind do that have a role.
+    #[must_use]
+    pub fn meets_in_rooms(&self, backend: &Backend) -> bool {
+        if backend.spec.role == BackendRole::Both {
+            return false;
+        }
+        let glance = self.glance(backend.handle.slot);
+        glance.is_some_and(|glance| glance.meets_in_rooms)
+            || backend.spec.labels.contains_key(BOOTSTRAP_PORT_LABEL)
+    }
+
+    /// Where the bootstrap server of a prefill engine listens: as its label says, else as the engine
+    /// says.
+    #[must_use]
+    pub(crate) fn bootstrap_port(&self, backend: &Backend) -> u16 {
+        let label = backend.spec.labels.get(BOOTSTRAP_PORT_LABEL);
+        let told = || {
+            let record = self.record(backend.handle.slot)?;
+            record.disaggregation?.bootstrap_port
+        };
+        let port = label.and_then(|port| port.parse().ok()).or_else(told);
+        port.unwrap_or(BOOTSTRAP_PORT)
+    }
+}

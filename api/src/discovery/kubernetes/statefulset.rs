@@ -1,0 +1,79 @@
+//! How many pods a StatefulSet is to have: which replicas of a cluster are wanted.
+
+use serde_json::Value;
+
+use super::client::{ApiClient, ApiError};
+use super::namespace;
+use crate::discovery::KubernetesAccess;
+
+/// The pods that a StatefulSet is to have, by the numbers in their names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StatefulSetScale {
+    /// Number of the first pod.
+    pub first: u64,
+    /// How many there are to be.
+    pub replicas: u64,
+}
+
+impl StatefulSetScale {
+    /// Reads it from the API server.
+    ///
+    /// # Errors
+    /// If the server cannot be asked, or there is no such StatefulSet that stays.
+    pub async fn read(access: &KubernetesAccess, name: &str) -> Result<Self, String> {
+        let read = async {
+            let client = ApiClient::new(access)?;
+            let namespace = namespace(access)?;
+            let path = format!("/apis/apps/v1/namespaces/{namespace}/statefulsets/{name}");
+            let object = client.get(&path).await?;
+            Self::of(&object).map_err(|what| ApiError::Unexpected(format!("{path}: {what}")))
+        };
+        read.await.map_err(|error: ApiError| error.to_string())
+    }
+
+    /// Reads a StatefulSet; the error is why it says nothing.
+    fn of(object: &Value) -> Result<Self, &'static str> {
+        if !object["metadata"]["deletionTimestamp"].is_null() {
+            return Err("it is being deleted");
+        }
+        let spec = &object["spec"];
+        let first = match &spec["ordinals"]["start"] {
+            Value::Null => Some(0),
+            start => start.as_u64(),
+        };
+        Ok(Self {
+            first: first.ok_or("spec.ordinals.start is no number")?,
+            replicas: spec["replicas"].as_u64().ok_or("no spec.replicas")?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_statefulset_says_how_many_pods_there_are_to_be() {
+        let scale = |first, replicas| Ok(StatefulSetScale { first, replicas });
+        let plain = json!({"metadata": {"name": "quorate"}, "spec": {"replicas": 5}});
+        assert_eq!(StatefulSetScale::of(&plain), scale(0, 5));
+        let shifted = json!({"spec": {"replicas": 3, "ordinals": {"start": 1}}});
+        assert_eq!(StatefulSetScale::of(&shifted), scale(1, 3));
+        for (object, why) in [
+            (json!({}), "no spec.replicas"),
+            (json!({"spec": {"replicas": "3"}}), "no spec.replicas"),
+            (
+                json!({"spec": {"replicas": 3, "ordinals": {"start": -1}}}),
+                "spec.ordinals.start is no number",
+            ),
+            (
+                json!({"metadata": {"deletionTimestamp": "2026-11-23T18:00:00Z"}, "spec": {"replicas": 3}}),
+                "it is being deleted",
+            ),
+        ] {
+            assert_eq!(StatefulSetScale::of(&object), Err(why));
+        }
+    }
+}

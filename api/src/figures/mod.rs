@@ -1,0 +1,310 @@
+//! What replicas tell each other of themselves once a second, so that people see them side by side
+//! at any one of them: role, indexes, rates, times, queue, disk.
+//!
+//! Nothing is decided by these figures. They travel with the messages that replicas send each other
+//! anyway ([ADR 0097](../../../docs/adr/0097-a-console-without-a-build.md)), as a list of 64-bit
+//! numbers that grows at the end: a replica takes those that it knows, and takes what an earlier
+//! build did not send as 0.
+
+mod recent;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use state::ids::{ReplicaId, UserKey};
+use tokio::time::Instant;
+
+pub use recent::{CounterSample, RecentRates, RecentWindow, TimeBuckets, TimeCounts, WINDOW};
+
+/// Roles in the order of their numbers, as [`crate::ports::ClusterStatus::role`] names them.
+const ROLES: [&str; 7] = [
+    "leader",
+    "follower",
+    "candidate",
+    "learner",
+    "forming",
+    "removed",
+    "stopped",
+];
+/// Numbers of one report.
+const FIGURES: usize = 25;
+/// Longest report of a replica, in bytes. Later builds may send more than this one knows.
+pub const REPORT_BYTES_MAX: usize = 8 * 128;
+const _: () = assert!(8 * FIGURES <= REPORT_BYTES_MAX);
+
+/// A replica, in figures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ReplicaFigures {
+    /// Its role; `None`: one that this build does not know.
+    pub role: Option<&'static str>,
+    /// Raft term.
+    pub term: u64,
+    /// Last index that it knows to be committed.
+    pub committed_index: u64,
+    /// Last index that it has applied.
+    pub applied_index: u64,
+    /// Index of its newest snapshot.
+    pub snapshot_index: Option<u64>,
+    /// Whether it sees a quorum.
+    pub has_quorum: bool,
+    /// Whether its storage has a fault.
+    pub has_fault: bool,
+    /// Whether its log waits, for example for disk space.
+    pub is_waiting: bool,
+    /// Whether most voters hold another state.
+    pub is_minority: bool,
+    /// Whether it takes traffic.
+    pub is_ready: bool,
+    /// Comparisons of digests in which a peer differed.
+    pub digest_mismatches: u64,
+    /// What happened lately.
+    pub recent: RecentRates,
+    /// Requests under way.
+    pub in_flight: u64,
+    /// Requests that wait for a backend.
+    pub waiting: u64,
+    /// Users whose requests wait.
+    pub waiting_users: u64,
+    /// Who has waited longest.
+    pub longest: Option<LongestWait>,
+    /// Free and all bytes of the disk with the data directory.
+    pub disk: Option<(u64, u64)>,
+    /// Items that the log does not have yet.
+    pub outbox_items: u64,
+    /// Time since its start, in seconds.
+    pub uptime_s: u64,
+}
+
+/// The request that has waited longest at a replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LongestWait {
+    /// Whose it is.
+    pub user: UserKey,
+    /// For how long, in milliseconds.
+    pub waited_ms: u64,
+}
+
+impl ReplicaFigures {
+    /// Encodes the report.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let role = ROLES.iter().position(|role| Some(*role) == self.role);
+        let conditions = [
+            self.has_quorum,
+            self.has_fault,
+            self.is_waiting,
+            self.is_minority,
+            self.is_ready,
+            self.longest.is_some(),
+        ];
+        let conditions = conditions.iter().enumerate();
+        let (free, size) = self.disk.unwrap_or_default();
+        let recent = &self.recent;
+        let numbers: [u64; FIGURES] = [
+            role.map_or(0, |role| role as u64 + 1),
+            self.term,
+            self.committed_index,
+            self.applied_index,
+            self.snapshot_index
+                .map_or(0, |index| index.saturating_add(1)),
+            conditions.fold(0, |bits, (bit, is)| bits | u64::from(*is) << bit),
+            self.digest_mismatches,
+            recent.requests_milli_per_s,
+            recent.failed_milli_per_s,
+            recent.ttft_p50_us,
+            recent.ttft_p99_us,
+            recent.routing_p50_us,
+            recent.routing_p99_us,
+            recent.prompt_tokens,
+            recent.cached_tokens,
+            recent.predicted_tokens,
+            self.in_flight,
+            self.waiting,
+            self.waiting_users,
+            self.longest.map_or(0, |longest| longest.waited_ms),
+            self.longest.map_or(0, |longest| longest.user.0),
+            free,
+            size,
+            self.outbox_items,
+            self.uptime_s,
+        ];
+        numbers.iter().flat_map(|it| it.to_le_bytes()).collect()
+    }
+
+    /// Decodes a report; `None` if the bytes are none.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let (numbers, rest) = bytes.as_chunks::<8>();
+        if !rest.is_empty() || numbers.is_empty() || bytes.len() > REPORT_BYTES_MAX {
+            return None;
+        }
+        let at = |place: usize| numbers.get(place).map_or(0, |it| u64::from_le_bytes(*it));
+        let is = |bit: u32| at(5) & (1 << bit) != 0;
+        let role = at(0).checked_sub(1).and_then(|it| usize::try_from(it).ok());
+        Some(Self {
+            role: role.and_then(|role| ROLES.get(role).copied()),
+            term: at(1),
+            committed_index: at(2),
+            applied_index: at(3),
+            snapshot_index: at(4).checked_sub(1),
+            has_quorum: is(0),
+            has_fault: is(1),
+            is_waiting: is(2),
+            is_minority: is(3),
+            is_ready: is(4),
+            digest_mismatches: at(6),
+            recent: RecentRates {
+                requests_milli_per_s: at(7),
+                failed_milli_per_s: at(8),
+                ttft_p50_us: at(9),
+                ttft_p99_us: at(10),
+                routing_p50_us: at(11),
+                routing_p99_us: at(12),
+                prompt_tokens: at(13),
+                cached_tokens: at(14),
+                predicted_tokens: at(15),
+            },
+            in_flight: at(16),
+            waiting: at(17),
+            waiting_users: at(18),
+            longest: is(5).then(|| LongestWait {
+                waited_ms: at(19),
+                user: UserKey(at(20)),
+            }),
+            disk: Some((at(21), at(22))).filter(|(_, size)| *size > 0),
+            outbox_items: at(23),
+            uptime_s: at(24),
+        })
+    }
+}
+
+/// Bytes that are no report.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("figures: expected 1 to {} numbers of 8 bytes", REPORT_BYTES_MAX / 8)]
+pub struct FiguresError;
+
+/// The figures of this replica, and those that others told it.
+#[derive(Debug, Default)]
+pub struct FigureBoard(Mutex<BoardInner>);
+
+#[derive(Debug, Default)]
+struct BoardInner {
+    own: Option<ReplicaFigures>,
+    /// As they are sent; empty before the first.
+    own_bytes: Arc<[u8]>,
+    heard: BTreeMap<ReplicaId, (Instant, ReplicaFigures)>,
+}
+
+impl FigureBoard {
+    /// Replaces this replica's figures.
+    pub fn tell(&self, figures: &ReplicaFigures) {
+        let bytes = figures.encode().into();
+        let mut inner = self.lock();
+        inner.own = Some(*figures);
+        inner.own_bytes = bytes;
+    }
+
+    /// This replica's figures as peers get them; empty before [`FigureBoard::tell`].
+    #[must_use]
+    pub fn report(&self) -> Arc<[u8]> {
+        Arc::clone(&self.lock().own_bytes)
+    }
+
+    /// This replica's figures; `None` before the first.
+    #[must_use]
+    pub fn own(&self) -> Option<ReplicaFigures> {
+        self.lock().own
+    }
+
+    /// Takes in a peer's report.
+    ///
+    /// # Errors
+    /// [`FiguresError`].
+    pub fn hear(&self, peer: ReplicaId, report: &[u8], now: Instant) -> Result<(), FiguresError> {
+        let figures = ReplicaFigures::decode(report).ok_or(FiguresError)?;
+        self.lock().heard.insert(peer, (now, figures));
+        Ok(())
+    }
+
+    /// What a peer told last, and when that was heard.
+    #[must_use]
+    pub fn heard(&self, peer: ReplicaId) -> Option<(Instant, ReplicaFigures)> {
+        self.lock().heard.get(&peer).copied()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BoardInner> {
+        // Each change replaces a value as a whole.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures() -> ReplicaFigures {
+        ReplicaFigures {
+            role: Some("follower"),
+            term: 2,
+            committed_index: 2,
+            applied_index: 3,
+            snapshot_index: Some(0),
+            has_quorum: true,
+            is_ready: true,
+            digest_mismatches: 6,
+            recent: RecentRates {
+                requests_milli_per_s: 7,
+                failed_milli_per_s: 8,
+                ttft_p50_us: 9,
+                ttft_p99_us: 10,
+                routing_p50_us: 11,
+                routing_p99_us: 12,
+                prompt_tokens: 13,
+                cached_tokens: 14,
+                predicted_tokens: 15,
+            },
+            in_flight: 16,
+            waiting: 17,
+            waiting_users: 18,
+            longest: Some(LongestWait {
+                waited_ms: 19,
+                user: UserKey(20),
+            }),
+            disk: Some((21, 22)),
+            outbox_items: 23,
+            uptime_s: 24,
+            ..ReplicaFigures::default()
+        }
+    }
+
+    #[test]
+    fn figures_keep_their_places_in_a_report() {
+        let numbers: Vec<u8> = figures().encode();
+        let numbers = numbers.as_chunks::<8>().0.iter();
+        let numbers: Vec<u64> = numbers.map(|it| u64::from_le_bytes(*it)).collect();
+        let mut expected: Vec<u64> = (0..25).collect();
+        // The second role; the index 0; quorum, ready and somebody waiting.
+        (expected[0], expected[1], expected[4], expected[5]) = (2, 2, 1, 0b11_0001);
+        assert_eq!(numbers, expected);
+    }
+
+    #[test]
+    fn what_was_told_is_heard() {
+        let report = figures().encode();
+        assert_eq!(ReplicaFigures::decode(&report), Some(figures()));
+        let nothing = ReplicaFigures::default();
+        assert_eq!(ReplicaFigures::decode(&nothing.encode()), Some(nothing));
+    }
+
+    #[test]
+    fn a_report_may_be_shorter_or_longer_than_this_build_knows() {
+        let report = figures().encode();
+        let longer = [&report[..], &[9; 8]].concat();
+        assert_eq!(ReplicaFigures::decode(&longer), Some(figures()));
+        let shorter = ReplicaFigures::decode(&report[..16]).unwrap();
+        assert_eq!((shorter.term, shorter.applied_index), (2, 0));
+        for wrong in [&[][..], &[1; 7], &[0; REPORT_BYTES_MAX + 8]] {
+            assert_eq!(ReplicaFigures::decode(wrong), None);
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! What two engines are told of where to meet: the address of the prefill engine's bootstrap server
+//! and the numbers of rooms there, in the form of SGLang's gateway.
+
+use bytes::Bytes;
+
+use crate::prompt::ParsedBody;
+
+/// Most rooms of a request.
+const ROOMS_MAX: u32 = 1024;
+
+/// In how many rooms two engines meet over a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rooms {
+    /// One, told as a number.
+    One,
+    /// So many, told as a list.
+    List(u32),
+}
+
+/// The data-parallel rank of a prefill engine, and how many it has.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RankOf {
+    pub(super) rank: u64,
+    pub(super) ranks: u64,
+}
+
+impl Rooms {
+    /// Those of a completion; `None`: too many.
+    pub(super) fn count(path: &str, parsed: &ParsedBody) -> Option<Self> {
+        let several = match path {
+            "/v1/chat/completions" => parsed.choices,
+            _ => parsed.batch.prompts.saturating_add(1),
+        };
+        if parsed.choices > ROOMS_MAX || several > ROOMS_MAX {
+            return None;
+        }
+        Some(match several {
+            0 | 1 => Self::One,
+            several => Self::List(several),
+        })
+    }
+
+    /// What both engines are told, as members of the body and the comma after them.
+    pub(super) fn members(self, host: &str, port: u16, draw: impl Fn() -> u64) -> Bytes {
+        // A host of a URL has no character that JSON would escape.
+        let (host, port) = (format!("\"{host}\""), port.to_string());
+        let list = |each: &dyn Fn() -> String| match self {
+            Self::One => each(),
+            Self::List(rooms) => {
+                let all: Vec<String> = (0..rooms).map(|_| each()).collect();
+                format!("[{}]", all.join(","))
+            }
+        };
+        let members = format!(
+            "\"bootstrap_host\":{},\"bootstrap_port\":{},\"bootstrap_room\":{},",
+            list(&|| host.clone()),
+            list(&|| port.clone()),
+            list(&|| draw().to_string()),
+        );
+        members.into()
+    }
+}
+
+impl RankOf {
+    /// A room that leads to the rank: engines with several take the one that its number says.
+    pub(super) fn room(self, drawn: u64) -> u64 {
+        drawn - drawn % self.ranks + self.rank
+    }
+}
+
+/// A number for a room: of 62 bits, so that engines may count on from it.
+pub(super) fn draw() -> u64 {
+    rand::random::<u64>() >> 2
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn told(path: &str, body: &str) -> Option<Value> {
+        let parsed = crate::prompt::parse(path, &Bytes::copy_from_slice(body.as_bytes())).unwrap();
+        let members = Rooms::count(path, &parsed)?.members("10.0.0.1", 8998, || 7);
+        let members = std::str::from_utf8(&members).unwrap();
+        Some(serde_json::from_str(&format!("{{{members}\"end\":0}}")).unwrap())
+    }
+
+    fn each(host: &Value, port: &Value, room: &Value) -> Option<Value> {
+        Some(json!({
+            "bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room, "end": 0,
+        }))
+    }
+
+    #[test]
+    fn each_prompt_and_each_choice_of_a_chat_has_a_room() {
+        let (chat, text) = ("/v1/chat/completions", "/v1/completions");
+        let one = each(&json!("10.0.0.1"), &json!(8998), &json!(7));
+        let two = json!(["10.0.0.1", "10.0.0.1"]);
+        let two = each(&two, &json!([8998, 8998]), &json!([7, 7]));
+        assert_eq!(told(chat, r#"{"model":"m","messages":[]}"#), one);
+        assert_eq!(told(chat, r#"{"model":"m","messages":[],"n":2}"#), two);
+        assert_eq!(told(text, r#"{"model":"m","prompt":"a"}"#), one);
+        assert_eq!(told(text, r#"{"model":"m","prompt":[1,2,3]}"#), one);
+        // SGLang's gateway counts prompts there; engines count on for choices.
+        assert_eq!(told(text, r#"{"model":"m","prompt":"a","n":2}"#), one);
+        assert_eq!(told(text, r#"{"model":"m","prompt":["a","b"]}"#), two);
+        assert_eq!(told(chat, r#"{"model":"m","messages":[],"n":1025}"#), None);
+    }
+
+    #[test]
+    fn a_room_leads_to_the_rank_that_was_chosen() {
+        for rank in 0..3 {
+            let rank = RankOf { rank, ranks: 3 };
+            for drawn in [0, 5, u64::MAX >> 2] {
+                let room = rank.room(drawn);
+                assert_eq!((room % 3, room >> 63), (rank.rank, 0));
+            }
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Heads of requests and answers as messages have them, and what is to be changed of them.
+
+use bytes::Bytes;
+use http::header::{CONTENT_LENGTH, EXPECT, HOST, VIA};
+use http::request::Parts;
+use http::{HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Version};
+
+use super::ext_proc::header_value_option::HeaderAppendAction;
+use super::ext_proc::{self, HeaderMutation, HeaderValueOption, HttpHeaders};
+use crate::error::ProxyError;
+use crate::proxy::headers::{FORWARDED_FOR, is_hop_by_hop};
+use crate::proxy::request::bad_request;
+use crate::proxy::settings::ProxyLimits;
+
+/// A head of a message.
+struct ToldHead<'a> {
+    /// Those whose name begins with a colon.
+    pseudo: Vec<(&'a str, &'a [u8])>,
+    headers: HeaderMap,
+}
+
+impl<'a> ToldHead<'a> {
+    fn of(told: &'a HttpHeaders, limits: &ProxyLimits) -> Result<Self, ProxyError> {
+        let fields = told.headers.iter().flat_map(|map| &map.headers);
+        let (mut pseudo, mut headers) = (Vec::new(), HeaderMap::new());
+        let (mut count, mut bytes) = (0, 0);
+        for field in fields {
+            let value = value(field);
+            count += 1;
+            bytes += field.key.len() + value.len();
+            if count > limits.headers_max || bytes > limits.head_bytes_max {
+                return Err(bad_request("the request's head is too long"));
+            }
+            if field.key.starts_with(':') {
+                pseudo.push((&*field.key, value));
+                continue;
+            }
+            let name = HeaderName::from_bytes(field.key.as_bytes());
+            let value = HeaderValue::from_bytes(value);
+            let (Ok(name), Ok(value)) = (name, value) else {
+                return Err(bad_request("a header is malformed"));
+            };
+            headers.append(name, value);
+        }
+        Ok(Self { pseudo, headers })
+    }
+
+    fn pseudo(&self, name: &str) -> Option<&'a str> {
+        let found = self.pseudo.iter().find(|(known, _)| *known == name)?;
+        std::str::from_utf8(found.1).ok()
+    }
+}
+
+/// A header's value: gateways send it as bytes, older ones as text.
+fn value(field: &ext_proc::HeaderValue) -> &[u8] {
+    match field.raw_value.is_empty() {
+        true => field.value.as_bytes(),
+        false => &field.raw_value,
+    }
+}
+
+/// The head of a request, as a server reads it.
+pub(super) fn request(told: &HttpHeaders, limits: &ProxyLimits) -> Result<Parts, ProxyError> {
+    let head = ToldHead::of(told, limits)?;
+    let (Some(method), Some(path)) = (head.pseudo(":method"), head.pseudo(":path")) else {
+        return Err(bad_request("the request has no method or no path"));
+    };
+    let request = Request::builder().version(Version::HTTP_2);
+    let request = request.method(method).uri(path).body(());
+    let request = request.map_err(|_| bad_request("the request's method or path is malformed"))?;
+    let (mut parts, ()) = request.into_parts();
+    parts.headers = head.headers;
+    Ok(parts)
+}
+
+/// Status and headers of an answer; `None`: it is none.
+pub(super) fn answer(told: &HttpHeaders, limits: &ProxyLimits) -> Option<(StatusCode, HeaderMap)> {
+    let head = ToldHead::of(told, limits).ok()?;
+    let status: StatusCode = head.pseudo(":status")?.parse().ok()?;
+    (!status.is_informational()).then_some((status, head.headers))
+}
+
+/// What turns the headers that a gateway has into those that an engine or a client is to get, as far
+/// as that is not the gateway's own business.
+pub(super) fn mutation(from: &HeaderMap, to: &HeaderMap) -> HeaderMutation {
+    let removed = from
+        .keys()
+        .filter(|name| !is_gateways(name) && !to.contains_key(*name));
+    let mut mutation = HeaderMutation {
+        remove_headers: removed.map(|name| name.as_str().to_owned()).collect(),
+        set_headers: Vec::new(),
+    };
+    for name in to.keys().filter(|name| !is_gateways(name)) {
+        if from.get_all(name).iter().eq(to.get_all(name)) {
+            continue;
+        }
+        for (nth, value) in to.get_all(name).iter().enumerate() {
+            let action = match nth {
+                0 => HeaderAppendAction::OverwriteIfExistsOrAdd,
+                _ => HeaderAppendAction::AppendIfExistsOrAdd,
+            };
+            mutation.set_headers.push(option(name, value, action));
+        }
+    }
+    mutation
+}
+
+/// Whether a header is about a connection of the gateway, which makes it anew.
+fn is_gateways(name: &HeaderName) -> bool {
+    is_hop_by_hop(name) || [HOST, EXPECT, VIA, FORWARDED_FOR].contains(name)
+}
+
+/// Has a header replace those of its name.
+pub(super) fn set(mutation: &mut HeaderMutation, name: &HeaderName, value: &HeaderValue) {
+    let replaces = HeaderAppendAction::OverwriteIfExistsOrAdd;
+    mutation.set_headers.push(option(name, value, replaces));
+}
+
+/// Leaves the length of a request's body as it is, or has it be `bytes` where the gateway tells one.
+pub(super) fn set_length(mutation: &mut HeaderMutation, from: &HeaderMap, bytes: u64) {
+    mutation
+        .remove_headers
+        .retain(|name| name != CONTENT_LENGTH.as_str());
+    let told = from.get(CONTENT_LENGTH);
+    if told.is_some_and(|told| *told != HeaderValue::from(bytes)) {
+        set(mutation, &CONTENT_LENGTH, &HeaderValue::from(bytes));
+    }
+}
+
+fn option(name: &HeaderName, value: &HeaderValue, action: HeaderAppendAction) -> HeaderValueOption {
+    HeaderValueOption {
+        header: Some(ext_proc::HeaderValue {
+            key: name.as_str().to_owned(),
+            value: String::new(),
+            raw_value: Bytes::copy_from_slice(value.as_bytes()),
+        }),
+        append_action: action.into(),
+    }
+}

@@ -1,0 +1,199 @@
+//! What a gateway says in a stream: the order in which its messages may come, and the body of a request
+//! that is read from them.
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use futures_util::stream::BoxStream;
+use http::Response;
+use http_body::{Body, Frame};
+use tonic::Status;
+
+use super::ext_proc::processing_request::Request;
+use super::ext_proc::{BodySendMode, Metadata, ProcessingRequest, ProtocolConfiguration};
+use super::{BodyMode, BodyModes};
+use crate::error::ProxyError;
+
+/// Why a stream ends before the answer has passed.
+#[derive(Debug)]
+pub(super) enum StreamHalt {
+    /// The gateway has left, or goes on without this replica.
+    Left,
+    /// The gateway spoke out of turn, or fell silent.
+    Broken(Status),
+    /// The request is refused.
+    Refused(ProxyError),
+    /// This replica answers the request itself.
+    Told(Box<Response<Bytes>>),
+}
+
+impl From<ProxyError> for StreamHalt {
+    fn from(failure: ProxyError) -> Self {
+        Self::Refused(failure)
+    }
+}
+
+/// The end of a stream whose gateway said what it should not.
+pub(super) fn out_of_turn(said: &Request, when: &str) -> StreamHalt {
+    let said = match said {
+        Request::RequestHeaders(_) => "request_headers",
+        Request::ResponseHeaders(_) => "response_headers",
+        Request::RequestBody(_) => "request_body",
+        Request::ResponseBody(_) => "response_body",
+        Request::RequestTrailers(_) => "request_trailers",
+        Request::ResponseTrailers(_) => "response_trailers",
+    };
+    StreamHalt::Broken(Status::failed_precondition(format!(
+        "{said} came {when}, which no body mode allows"
+    )))
+}
+
+/// A gateway's side of a stream.
+pub(super) struct GatewayMessages {
+    messages: BoxStream<'static, Result<ProcessingRequest, Status>>,
+}
+
+/// One message.
+pub(super) struct GatewayMessage {
+    pub(super) said: Request,
+    /// What comes with it.
+    pub(super) metadata: Option<Metadata>,
+    /// `None`: it does not tell, or has told before.
+    pub(super) protocol: Option<ProtocolConfiguration>,
+}
+
+impl GatewayMessages {
+    pub(super) fn new(messages: BoxStream<'static, Result<ProcessingRequest, Status>>) -> Self {
+        Self { messages }
+    }
+
+    /// The next message. Cancelled, it loses nothing.
+    pub(super) async fn next(&mut self) -> Result<GatewayMessage, StreamHalt> {
+        let next = self.messages.next().await;
+        read(next)
+    }
+
+    /// Waits for a gateway that is waited for itself: it can only leave, or answer by itself.
+    pub(super) async fn gone(&mut self) -> StreamHalt {
+        match self.next().await {
+            Ok(message) => match message.said {
+                // A timeout of its own, or a client that left: it goes on without this replica.
+                Request::ResponseHeaders(_) => StreamHalt::Left,
+                said => out_of_turn(&said, "while its answer was awaited"),
+            },
+            Err(halt) => halt,
+        }
+    }
+}
+
+fn read(next: Option<Result<ProcessingRequest, Status>>) -> Result<GatewayMessage, StreamHalt> {
+    let Some(Ok(message)) = next else {
+        return Err(StreamHalt::Left);
+    };
+    if message.observability_mode {
+        let why = "observability_mode lets a picker change nothing: turn it off";
+        return Err(StreamHalt::Broken(Status::failed_precondition(why)));
+    }
+    let Some(said) = message.request else {
+        let why = "a message says nothing that this picker knows";
+        return Err(StreamHalt::Broken(Status::invalid_argument(why)));
+    };
+    Ok(GatewayMessage {
+        said,
+        metadata: message.metadata_context,
+        protocol: message.protocol_config,
+    })
+}
+
+impl BodyModes {
+    /// How a gateway sends bodies that tells it so.
+    pub(super) fn told(told: ProtocolConfiguration) -> Result<Self, StreamHalt> {
+        let early = told.send_body_without_waiting_for_header_response;
+        let mode = |which: &str, mode: BodySendMode| match mode {
+            BodySendMode::FullDuplexStreamed => Ok(BodyMode::Duplex),
+            BodySendMode::Streamed if early => Ok(BodyMode::StreamedEarly),
+            BodySendMode::Streamed => Ok(BodyMode::Streamed),
+            BodySendMode::Buffered => Ok(BodyMode::Buffered),
+            other => Err(StreamHalt::Broken(Status::failed_precondition(format!(
+                "{which} is {}; expected FULL_DUPLEX_STREAMED, STREAMED or BUFFERED",
+                other.as_str_name()
+            )))),
+        };
+        Ok(Self {
+            requests: mode("request_body_mode", told.request_body_mode())?,
+            answers: mode("response_body_mode", told.response_body_mode())?,
+        })
+    }
+}
+
+/// The body of a request, as a gateway's messages bring it.
+pub(super) struct UploadedBody<'a> {
+    messages: &'a mut GatewayMessages,
+    mode: BodyMode,
+    is_over: bool,
+    /// Messages that it came in.
+    pub(super) pieces: usize,
+    /// Whether trailers ended it, which are to be answered.
+    pub(super) has_trailers: bool,
+    /// Why it broke off.
+    pub(super) halt: Option<StreamHalt>,
+}
+
+/// A body that broke off, see [`UploadedBody::halt`].
+pub(super) struct BrokenUpload;
+
+impl<'a> UploadedBody<'a> {
+    /// One that begins with the next message; with `is_over` there is none.
+    pub(super) fn new(messages: &'a mut GatewayMessages, mode: BodyMode, is_over: bool) -> Self {
+        Self {
+            messages,
+            mode,
+            is_over,
+            pieces: 0,
+            has_trailers: false,
+            halt: None,
+        }
+    }
+
+    fn take_in(&mut self, said: Request) -> Result<Option<Bytes>, StreamHalt> {
+        match said {
+            Request::RequestBody(piece) => {
+                self.pieces += 1;
+                // A whole body is followed by trailers only, which wait for its answer.
+                self.is_over = piece.end_of_stream || self.mode == BodyMode::Buffered;
+                Ok(Some(piece.body))
+            }
+            Request::RequestTrailers(_) => {
+                (self.is_over, self.has_trailers) = (true, true);
+                Ok(None)
+            }
+            Request::ResponseHeaders(_) => Err(StreamHalt::Left),
+            said => Err(out_of_turn(&said, "within the body of a request")),
+        }
+    }
+}
+
+impl Body for UploadedBody<'_> {
+    type Data = Bytes;
+    type Error = BrokenUpload;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BrokenUpload>>> {
+        if self.is_over {
+            return Poll::Ready(None);
+        }
+        let next = ready!(self.messages.messages.poll_next_unpin(cx));
+        let taken = read(next).and_then(|message| self.take_in(message.said));
+        Poll::Ready(match taken {
+            Ok(piece) => piece.map(|piece| Ok(Frame::data(piece))),
+            Err(halt) => {
+                self.halt = Some(halt);
+                Some(Err(BrokenUpload))
+            }
+        })
+    }
+}

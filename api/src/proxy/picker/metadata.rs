@@ -1,0 +1,59 @@
+//! What gateways and pickers tell each other beside headers.
+
+use std::net::SocketAddr;
+
+use prost_types::value::Kind;
+use prost_types::{Struct, Value};
+
+use super::PickerSettings;
+use super::ext_proc::Metadata;
+use crate::routing::OfferedEndpoints;
+
+/// Most endpoints that a hint names.
+const HINTED_MAX: usize = 4096;
+
+/// The endpoints that a gateway offers for a request: all, unless it names some. What is no address
+/// with a port is no endpoint.
+pub(super) fn offered(settings: &PickerSettings, told: Option<&Metadata>) -> OfferedEndpoints {
+    let hint = value(told, &settings.subset_namespace, &settings.subset);
+    let Some(hint) = hint else {
+        return OfferedEndpoints::All;
+    };
+    let texts: Vec<&str> = match &hint.kind {
+        Some(Kind::ListValue(list)) => list.values.iter().filter_map(text).collect(),
+        Some(Kind::StringValue(text)) => text.split(',').map(str::trim).collect(),
+        _ => Vec::new(),
+    };
+    let endpoints = texts.iter().take(HINTED_MAX);
+    OfferedEndpoints::those(endpoints.filter_map(|it| it.parse().ok()).collect())
+}
+
+/// The endpoint that has answered; `None`: the gateway does not tell.
+pub(super) fn served(settings: &PickerSettings, told: Option<&Metadata>) -> Option<SocketAddr> {
+    let served = value(told, &settings.namespace, &settings.served)?;
+    text(served)?.trim().parse().ok()
+}
+
+/// The endpoints that a request is to go to, as metadata.
+pub(super) fn destination(settings: &PickerSettings, endpoints: &str) -> Struct {
+    let of = |kind| Value { kind: Some(kind) };
+    let endpoints = of(Kind::StringValue(endpoints.to_owned()));
+    let key = settings.destination.as_str().to_owned();
+    let inner = Struct {
+        fields: [(key, endpoints)].into(),
+    };
+    Struct {
+        fields: [(settings.namespace.clone(), of(Kind::StructValue(inner)))].into(),
+    }
+}
+
+fn value<'a>(told: Option<&'a Metadata>, namespace: &str, key: &str) -> Option<&'a Value> {
+    told?.filter_metadata.get(namespace)?.fields.get(key)
+}
+
+fn text(value: &Value) -> Option<&str> {
+    match &value.kind {
+        Some(Kind::StringValue(text)) => Some(text),
+        _ => None,
+    }
+}

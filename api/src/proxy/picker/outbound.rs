@@ -1,0 +1,183 @@
+//! What a picker says to a gateway.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::Response;
+use prost_types::Struct;
+use tokio::sync::mpsc::Sender;
+use tokio::time::{Instant, timeout};
+use tonic::Status;
+
+use super::ext_proc::body_mutation::Mutation;
+use super::ext_proc::processing_response::Response as Said;
+use super::ext_proc::{
+    BodyMutation, BodyResponse, BodySendMode, CommonResponse, HeaderMutation, HeadersResponse,
+    HttpStatus, ImmediateResponse, ProcessingMode, ProcessingResponse, StreamedBodyResponse,
+    TrailersResponse,
+};
+use super::heads;
+use super::inbound::StreamHalt;
+
+/// Longest piece of a body in a message, in bytes: what Envoy takes in one.
+pub(super) const PIECE_BYTES_MAX: usize = 62 * 1024;
+
+/// A picker's side of a stream.
+#[derive(Clone)]
+pub(super) struct PickerMessages {
+    pub(super) sender: Sender<Result<ProcessingResponse, Status>>,
+    /// How long a gateway may take none.
+    pub(super) untaken: Duration,
+}
+
+impl PickerMessages {
+    /// Sends a message, as soon as the gateway takes it.
+    pub(super) async fn send(&self, said: Said) -> Result<(), StreamHalt> {
+        self.send_with(said, None).await
+    }
+
+    /// The same with metadata.
+    pub(super) async fn send_with(
+        &self,
+        said: Said,
+        dynamic_metadata: Option<Struct>,
+    ) -> Result<(), StreamHalt> {
+        let message = ProcessingResponse {
+            response: Some(said),
+            dynamic_metadata,
+            mode_override: None,
+        };
+        self.put(Ok(message)).await
+    }
+
+    /// Lets a request's head pass, and asks for its body in one piece.
+    pub(super) async fn ask_for_whole(&self) -> Result<(), StreamHalt> {
+        let message = ProcessingResponse {
+            response: Some(Said::RequestHeaders(HeadersResponse::default())),
+            dynamic_metadata: None,
+            mode_override: Some(ProcessingMode {
+                request_body_mode: BodySendMode::Buffered.into(),
+            }),
+        };
+        self.put(Ok(message)).await
+    }
+
+    /// The same of an answer's body. What it waits is taken from `left`, the time for which a gateway
+    /// may keep an engine waiting, over the whole answer.
+    pub(super) async fn send_within(
+        &self,
+        said: Said,
+        left: &mut Duration,
+    ) -> Result<(), StreamHalt> {
+        let since = Instant::now();
+        let sent = timeout(*left, self.send(said)).await;
+        *left = left.saturating_sub(since.elapsed());
+        sent.unwrap_or(Err(StreamHalt::Left))
+    }
+
+    /// Ends the stream with an error.
+    pub(super) async fn fail(&self, why: Status) {
+        // Whoever has left need not know.
+        let _: Result<(), _> = self.put(Err(why)).await;
+    }
+
+    async fn put(&self, message: Result<ProcessingResponse, Status>) -> Result<(), StreamHalt> {
+        match timeout(self.untaken, self.sender.send(message)).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(_)) | Err(_) => Err(StreamHalt::Left),
+        }
+    }
+}
+
+/// Which body pieces are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum BodyOf {
+    Request,
+    Answer,
+}
+
+impl BodyOf {
+    /// The answer to a piece.
+    fn said(self, common: CommonResponse) -> Said {
+        let body = BodyResponse {
+            response: Some(common),
+        };
+        match self {
+            Self::Request => Said::RequestBody(body),
+            Self::Answer => Said::ResponseBody(body),
+        }
+    }
+
+    /// A piece of a body that streams in both directions by itself.
+    pub(super) fn piece(self, body: Bytes, end_of_stream: bool) -> Said {
+        let mutation = Mutation::StreamedResponse(StreamedBodyResponse {
+            body,
+            end_of_stream,
+        });
+        self.said(changed(mutation, None))
+    }
+
+    /// What becomes of one piece that was sent.
+    pub(super) fn replaced(self, body: Bytes, headers: Option<HeaderMutation>) -> Said {
+        let mutation = match body.is_empty() {
+            true => Mutation::ClearBody(true),
+            false => Mutation::Body(body),
+        };
+        self.said(changed(mutation, headers))
+    }
+}
+
+fn changed(mutation: Mutation, headers: Option<HeaderMutation>) -> CommonResponse {
+    CommonResponse {
+        clear_route_cache: headers.is_some(),
+        header_mutation: headers,
+        body_mutation: Some(BodyMutation {
+            mutation: Some(mutation),
+        }),
+    }
+}
+
+/// What becomes of the head of a request, whose route is to be looked up anew.
+pub(super) fn request_head(headers: HeaderMutation) -> Said {
+    Said::RequestHeaders(HeadersResponse {
+        response: Some(CommonResponse {
+            header_mutation: Some(headers),
+            body_mutation: None,
+            clear_route_cache: true,
+        }),
+    })
+}
+
+/// What becomes of the head of an answer.
+pub(super) fn answer_head(headers: HeaderMutation) -> Said {
+    Said::ResponseHeaders(HeadersResponse {
+        response: Some(CommonResponse {
+            header_mutation: Some(headers),
+            body_mutation: None,
+            clear_route_cache: false,
+        }),
+    })
+}
+
+/// The trailers of a request pass.
+pub(super) fn request_trailers() -> Said {
+    Said::RequestTrailers(TrailersResponse::default())
+}
+
+/// The trailers of an answer pass.
+pub(super) fn answer_trailers() -> Said {
+    Said::ResponseTrailers(TrailersResponse::default())
+}
+
+/// An answer that is made here.
+pub(super) fn immediate(answer: Response<Bytes>, details: &str) -> Said {
+    let (head, body) = answer.into_parts();
+    Said::ImmediateResponse(ImmediateResponse {
+        status: Some(HttpStatus {
+            code: i32::from(head.status.as_u16()),
+        }),
+        headers: Some(heads::mutation(&http::HeaderMap::new(), &head.headers)),
+        body,
+        details: details.to_owned(),
+    })
+}

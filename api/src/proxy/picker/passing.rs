@@ -1,0 +1,186 @@
+//! An engine's answer on its way through a gateway: its pieces go through the same relay as those of an
+//! engine that this replica asks itself, and come back as that passes them on.
+
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http_body::Body as _;
+use tonic::Status;
+
+use super::BodyMode;
+use super::ext_proc::processing_request::Request;
+use super::inbound::{GatewayMessages, StreamHalt, out_of_turn};
+use super::outbound::{BodyOf, PIECE_BYTES_MAX, PickerMessages, answer_trailers};
+use crate::proxy::piece::ResponseBodyError;
+use crate::proxy::relay::{SharedResponseBody, lock};
+use crate::proxy::source::HandedWriter;
+
+/// An answer whose head has passed.
+pub(super) struct PassedAnswer {
+    pub(super) answer: SharedResponseBody,
+    pub(super) writer: HandedWriter,
+    pub(super) is_bodiless: bool,
+    /// How long its engine may still be kept waiting by the gateway.
+    pub(super) held_back: Duration,
+}
+
+impl PassedAnswer {
+    /// Passes the body on, to its end.
+    pub(super) async fn pass(
+        self,
+        mode: BodyMode,
+        inbound: &mut GatewayMessages,
+        out: &PickerMessages,
+    ) -> Result<(), StreamHalt> {
+        if self.is_bodiless {
+            return Ok(());
+        }
+        match mode {
+            BodyMode::Duplex => self.stream(inbound, out).await,
+            BodyMode::Streamed | BodyMode::StreamedEarly | BodyMode::Buffered => {
+                self.step(inbound, out).await
+            }
+        }
+    }
+
+    /// Both directions by themselves.
+    async fn stream(
+        mut self,
+        inbound: &mut GatewayMessages,
+        out: &PickerMessages,
+    ) -> Result<(), StreamHalt> {
+        let (mut is_read, mut has_trailers) = (false, false);
+        loop {
+            tokio::select! {
+                biased;
+                piece = self.next() => {
+                    let piece = piece.transpose().map_err(broken)?;
+                    let is_last = piece.is_none() || self.is_over();
+                    let ends = is_last && !has_trailers;
+                    let left = &mut self.held_back;
+                    send_pieces(piece.unwrap_or_default(), ends, (out, left)).await?;
+                    if is_last {
+                        break;
+                    }
+                }
+                message = inbound.next(), if !is_read => match message?.said {
+                    Request::ResponseBody(piece) => {
+                        self.writer.push(piece.body);
+                        is_read = piece.end_of_stream;
+                    }
+                    Request::ResponseTrailers(_) => (is_read, has_trailers) = (true, true),
+                    said => return Err(out_of_turn(&said, "within the body of an answer")),
+                },
+            }
+            if is_read {
+                self.writer.end();
+            }
+        }
+        match has_trailers {
+            true => out.send(answer_trailers()).await,
+            false => Ok(()),
+        }
+    }
+
+    /// Piece by piece, each answered by itself.
+    async fn step(
+        mut self,
+        inbound: &mut GatewayMessages,
+        out: &PickerMessages,
+    ) -> Result<(), StreamHalt> {
+        loop {
+            let message = tokio::select! {
+                biased;
+                message = inbound.next() => message?,
+                early = self.next() => {
+                    let why = early.and_then(Result::err);
+                    return Err(broken(why.unwrap_or(ResponseBodyError::Silent)));
+                }
+            };
+            match message.said {
+                Request::ResponseBody(piece) => {
+                    self.writer.push(piece.body);
+                    let passed = match piece.end_of_stream {
+                        true => self.rest().await?,
+                        false => self.ready()?,
+                    };
+                    let said = BodyOf::Answer.replaced(passed, None);
+                    out.send_within(said, &mut self.held_back).await?;
+                    if piece.end_of_stream {
+                        return Ok(());
+                    }
+                }
+                Request::ResponseTrailers(_) => {
+                    // Behind the last piece is no place for more.
+                    self.rest().await?;
+                    return out.send(answer_trailers()).await;
+                }
+                said => return Err(out_of_turn(&said, "within the body of an answer")),
+            }
+        }
+    }
+
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, ResponseBodyError>>> {
+        let mut answer = lock(&self.answer);
+        let polled = Pin::new(&mut *answer).poll_frame(cx);
+        polled.map(|frame| frame.map(|frame| frame.map(|it| it.into_data().unwrap_or_default())))
+    }
+
+    async fn next(&self) -> Option<Result<Bytes, ResponseBodyError>> {
+        poll_fn(|cx| self.poll(cx)).await
+    }
+
+    fn is_over(&self) -> bool {
+        lock(&self.answer).is_end_stream()
+    }
+
+    /// What is passed on of all that has come.
+    fn ready(&self) -> Result<Bytes, StreamHalt> {
+        let mut passed = BytesMut::new();
+        let mut cx = Context::from_waker(Waker::noop());
+        while let Poll::Ready(Some(piece)) = self.poll(&mut cx) {
+            passed.extend_from_slice(&piece.map_err(broken)?);
+        }
+        Ok(passed.freeze())
+    }
+
+    /// The same to the end of the answer.
+    async fn rest(&self) -> Result<Bytes, StreamHalt> {
+        self.writer.end();
+        let mut passed = BytesMut::new();
+        while let Some(piece) = self.next().await {
+            passed.extend_from_slice(&piece.map_err(broken)?);
+        }
+        Ok(passed.freeze())
+    }
+}
+
+/// Sends what is passed on in pieces that a gateway takes; the last one `ends` the body.
+async fn send_pieces(
+    mut passed: Bytes,
+    ends: bool,
+    (out, left): (&PickerMessages, &mut Duration),
+) -> Result<(), StreamHalt> {
+    while passed.len() > PIECE_BYTES_MAX {
+        let piece = passed.split_to(PIECE_BYTES_MAX);
+        out.send_within(BodyOf::Answer.piece(piece, false), left)
+            .await?;
+    }
+    match passed.is_empty() && !ends {
+        true => Ok(()),
+        false => {
+            out.send_within(BodyOf::Answer.piece(passed, ends), left)
+                .await
+        }
+    }
+}
+
+fn broken(why: ResponseBodyError) -> StreamHalt {
+    StreamHalt::Broken(match why {
+        ResponseBodyError::Silent => Status::deadline_exceeded(why.to_string()),
+        why => Status::aborted(why.to_string()),
+    })
+}

@@ -1,0 +1,270 @@
+//! The picker's listener: takes connections of gateways, speaks gRPC on them, with or without TLS, and
+//! drains.
+
+use std::io::{self, Cursor};
+use std::net::{IpAddr, SocketAddr};
+use std::pin::pin;
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
+use http::HeaderValue;
+use hyper::server::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::service::Routes;
+use tonic_health::pb::health_server::HealthServer;
+
+use super::Picker;
+use super::ext_proc::external_processor_server::ExternalProcessorServer;
+use super::service::PickerService;
+use crate::backends::pool::prepare;
+use crate::proxy::DrainResult;
+use crate::seldom::Seldom;
+use crate::tls::{self, ClearRefusal, MaybeTls, ServerConfig};
+
+/// Most connections of gateways: each carries many streams.
+const CONNECTIONS_MAX: usize = 1024;
+/// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// The log has one line about failed accepts in this time.
+const ACCEPT_TOLD_EVERY: Duration = Duration::from_secs(10);
+/// A connection that is about to begin when the drain begins has so long to do so.
+const LINGER: Duration = Duration::from_millis(250);
+/// h2 flow-control window of a stream and of a connection, in bytes: prompts can be long.
+const STREAM_WINDOW_BYTES: u32 = 1 << 20;
+const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+/// What a message has beside a body of the greatest length, in bytes.
+const MESSAGE_EXTRA_BYTES: usize = 1 << 20;
+
+/// What a gateway hears that speaks HTTP in the clear where TLS is spoken.
+static NO_TLS: LazyLock<ClearRefusal> = LazyLock::new(|| ClearRefusal {
+    content_type: "text/plain",
+    body: Bytes::from_static(b"this port speaks TLS\n"),
+});
+
+/// Gives the TLS config for a new connection.
+pub type PickerTls = Box<dyn Fn() -> Arc<ServerConfig> + Send + Sync>;
+
+/// An endpoint picker on its listener.
+pub struct PickerServer {
+    listener: TcpListener,
+    picker: Arc<Picker>,
+    /// `None`: in the clear.
+    tls: Option<PickerTls>,
+}
+
+impl PickerServer {
+    /// Serves nothing before [`PickerServer::run_until`].
+    #[must_use]
+    pub fn new(listener: TcpListener, picker: Picker, tls: Option<PickerTls>) -> Self {
+        Self {
+            listener,
+            picker: Arc::new(picker),
+            tls,
+        }
+    }
+
+    /// Serves until `drain` is cancelled. Then stops accepting, lets every stream finish, and cuts
+    /// what is left after the deadline, which is asked for when the drain begins.
+    #[must_use]
+    pub fn run_until(
+        self,
+        drain: CancellationToken,
+        deadline: Box<dyn Fn() -> Duration + Send + Sync>,
+    ) -> BoxFuture<'static, DrainResult> {
+        self.serve(drain, deadline).boxed()
+    }
+
+    async fn serve(
+        self,
+        drain: CancellationToken,
+        deadline: Box<dyn Fn() -> Duration + Send + Sync>,
+    ) -> DrainResult {
+        let Self {
+            listener,
+            picker,
+            tls,
+        } = self;
+        let connections = TaskTracker::new();
+        let cut = CancellationToken::new();
+        let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+        let failures = Seldom::new(1, ACCEPT_TOLD_EVERY);
+        loop {
+            let accepted = tokio::select! {
+                biased;
+                () = drain.cancelled() => break,
+                accepted = accept(&listener, &room) => accepted,
+            };
+            match accepted {
+                Ok((stream, peer, permit)) => {
+                    let connection = GatewayConnection {
+                        picker: Arc::clone(&picker),
+                        tls: tls.as_ref().map(|current| current()),
+                        peer: peer.ip().to_canonical(),
+                        drain: drain.clone(),
+                        cut: cut.clone(),
+                        _permit: permit,
+                    };
+                    connections.spawn(connection.serve(stream));
+                }
+                Err(error) => {
+                    if let Some(suppressed) = failures.may_say() {
+                        tracing::warn!(%error, suppressed, "accept of a gateway failed");
+                    }
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+        connections.close();
+        let _: Result<(), _> = timeout(deadline(), connections.wait()).await;
+        let left = connections.len();
+        cut.cancel();
+        connections.wait().await;
+        // Their connections are gone, which ends them; what they hold must be in the books before
+        // the outbox is emptied.
+        picker.tasks.close();
+        picker.tasks.wait().await;
+        DrainResult { cut: left }
+    }
+}
+
+/// The next connection, once there is room for it. Cancelled, it loses nothing.
+async fn accept(
+    listener: &TcpListener,
+    room: &Arc<Semaphore>,
+) -> io::Result<(TcpStream, SocketAddr, Option<OwnedSemaphorePermit>)> {
+    // The semaphore is never closed.
+    let permit = Arc::clone(room).acquire_owned().await.ok();
+    let (stream, peer) = listener.accept().await?;
+    Ok((stream, peer, permit))
+}
+
+/// What an HTTP/2 connection begins with, in bytes.
+const PREFACE_BYTES: usize = 24;
+
+/// Waits for the first bytes of HTTP/2, for which hyper has no timer, and puts them back. From there
+/// on pings show whether anybody is there.
+async fn greeting<S: AsyncRead + AsyncWrite>(
+    stream: S,
+) -> io::Result<impl AsyncRead + AsyncWrite + Unpin> {
+    let (mut reader, writer) = tokio::io::split(stream);
+    let mut preface = [0; PREFACE_BYTES];
+    reader.read_exact(&mut preface).await?;
+    let whole = Cursor::new(preface).chain(reader);
+    Ok(tokio::io::join(whole, writer))
+}
+
+/// A connection of a gateway.
+struct GatewayConnection {
+    picker: Arc<Picker>,
+    /// `None`: in the clear.
+    tls: Option<Arc<ServerConfig>>,
+    peer: IpAddr,
+    drain: CancellationToken,
+    cut: CancellationToken,
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+impl GatewayConnection {
+    async fn serve(self, stream: TcpStream) {
+        let open = &self.picker.metrics.connections;
+        open.inc();
+        tokio::select! {
+            biased;
+            () = self.cut.cancelled() => {}
+            () = self.speak(stream) => {}
+        }
+        open.dec();
+    }
+
+    async fn speak(&self, stream: TcpStream) {
+        let timeouts = self.picker.proxy.settings.timeouts;
+        let secure = async {
+            prepare(&stream, timeouts.keep_alive)?;
+            match self.tls.clone() {
+                None => Ok(MaybeTls::Clear(stream)),
+                Some(config) => tls::accept(stream, config, &NO_TLS, |stream| stream).await,
+            }
+        };
+        let greeted = async {
+            let secured: Result<_, tls::TlsAcceptError> = secure.await;
+            Ok::<_, tls::TlsAcceptError>(greeting(secured?).await?)
+        };
+        let greeted = tokio::select! {
+            biased;
+            greeted = timeout(timeouts.first_request, greeted) => greeted,
+            () = self.has_lingered() => return,
+        };
+        let stream = match greeted {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) => {
+                tracing::debug!(peer = %self.peer, %error, "gateway's connection ended");
+                return;
+            }
+            Err(_) => return,
+        };
+        let builder = self.builder();
+        let service = TowerToHyperService::new(self.routes());
+        let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+        let ended = tokio::select! {
+            biased;
+            ended = connection.as_mut() => ended,
+            () = self.drain.cancelled() => {
+                connection.as_mut().graceful_shutdown();
+                connection.await
+            }
+        };
+        if let Err(error) = ended {
+            tracing::debug!(peer = %self.peer, %error, "gateway's connection ended");
+        }
+    }
+
+    /// Waits until a connection that has not begun need not be waited for.
+    async fn has_lingered(&self) {
+        self.drain.cancelled().await;
+        sleep(LINGER).await;
+    }
+
+    fn builder(&self) -> http2::Builder<TokioExecutor> {
+        let settings = &self.picker.proxy.settings;
+        let (limits, timeouts) = (&settings.limits, &settings.timeouts);
+        let streams_max = limits.requests_max.saturating_add(limits.reading_max);
+        let mut builder = http2::Builder::new(TokioExecutor::new());
+        builder
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(u32::try_from(streams_max).unwrap_or(u32::MAX))
+            .initial_stream_window_size(STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+            .keep_alive_interval(timeouts.keep_alive)
+            .keep_alive_timeout(timeouts.keep_alive);
+        builder
+    }
+
+    fn routes(&self) -> Routes {
+        let peer = HeaderValue::from_str(&self.peer.to_string());
+        let service = PickerService {
+            picker: Arc::clone(&self.picker),
+            peer: peer.expect("an address is visible ascii"),
+            drain: self.drain.clone(),
+        };
+        let body_max = self.picker.proxy.limits.load().body_bytes_max;
+        let body_max = usize::try_from(body_max).unwrap_or(usize::MAX);
+        let message_max = body_max.saturating_add(MESSAGE_EXTRA_BYTES);
+        let processing = ExternalProcessorServer::new(service.clone());
+        let processing = processing
+            .max_decoding_message_size(message_max)
+            .max_encoding_message_size(message_max);
+        Routes::new(processing)
+            .add_service(HealthServer::new(service))
+            .prepare()
+    }
+}

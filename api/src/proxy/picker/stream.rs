@@ -1,0 +1,527 @@
+//! One stream of a gateway: one request, from its head to the end of its answer.
+//!
+//! Everything that the request holds is owned by the task of its stream, and dropped with it: a
+//! gateway that ends the stream has its client's request end, wherever it was.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use http::request::Parts;
+use http::{HeaderMap, HeaderValue, Response, StatusCode, Version};
+use state::ids::UserKey;
+use tokio::time::{Instant, timeout, timeout_at};
+use tonic::Status;
+
+use super::ext_proc::HeadersResponse;
+use super::ext_proc::processing_request::Request;
+use super::ext_proc::processing_response::Response as Said;
+use super::inbound::{GatewayMessages, StreamHalt, UploadedBody, out_of_turn};
+use super::metrics::{PickedOutcome, ServedBy};
+use super::offer::EndpointOffer;
+use super::outbound::{
+    BodyOf, PickerMessages, answer_head, immediate, request_head, request_trailers,
+};
+use super::passing::PassedAnswer;
+use super::{BodyMode, BodyModes, Picker, heads, metadata};
+use crate::error::ProxyError;
+use crate::proxy::answer_body::AnswerBody;
+use crate::proxy::attempt::{AttemptFailure, OutgoingRequest, PendingAttempt, report_status};
+use crate::proxy::dialect::Dialect;
+use crate::proxy::forward::{admit, hidden, prepare, relay};
+use crate::proxy::headers::request_id;
+use crate::proxy::metrics::{RequestMetricsGuard, RequestOutcome};
+use crate::proxy::proxied::{ProxiedRequest, begin_trace, trace_id};
+use crate::proxy::relay::lock;
+use crate::proxy::request::HeldBodyBytes;
+use crate::proxy::routes::unslashed;
+use crate::proxy::source::{AnswerSource, handed};
+use crate::proxy::sse::WantedUsage;
+use crate::proxy::{ArrivedRequest, Proxy, TakenIn, failed, local, signed};
+use crate::routing::{Attempt, AttemptEnd, Decision, OfferedEndpoints, RequestStages};
+use crate::traces::RequestTrace;
+
+/// A stream of a gateway.
+pub(super) struct PickerStream {
+    pub(super) picker: Arc<Picker>,
+    pub(super) inbound: GatewayMessages,
+    pub(super) out: PickerMessages,
+    /// The gateway's address.
+    pub(super) peer: HeaderValue,
+}
+
+/// What is counted of a stream, when it ends.
+pub(super) struct StreamMeter {
+    picker: Arc<Picker>,
+    outcome: PickedOutcome,
+}
+
+/// What is noted of a request while its stream is open.
+struct StreamBooks {
+    /// `None` once the answer has begun.
+    ledger: Option<RequestMetricsGuard>,
+    user: Option<UserKey>,
+    dialect: Dialect,
+    id: HeaderValue,
+    /// Headers that have no effect.
+    ignored: Option<HeaderValue>,
+}
+
+/// A stream's first message.
+struct StreamOpening {
+    head: Parts,
+    is_bodiless: bool,
+    endpoints: OfferedEndpoints,
+    /// Its part of a trace; `None`: there is no tracing.
+    trace: Option<Arc<RequestTrace>>,
+}
+
+/// How the body of a request came.
+#[derive(Clone, Copy)]
+struct UploadShape {
+    mode: BodyMode,
+    is_bodiless: bool,
+    pieces: usize,
+    has_trailers: bool,
+}
+
+/// The head of an engine's answer.
+struct AnswerHead {
+    status: StatusCode,
+    headers: HeaderMap,
+    /// Whether no body follows.
+    is_over: bool,
+    served: Option<SocketAddr>,
+}
+
+impl StreamMeter {
+    /// Counts a stream that begins, if there may be another.
+    pub(super) fn open(picker: &Arc<Picker>) -> Result<Self, Status> {
+        let limits = picker.proxy.limits.load();
+        let streams_max = signed(limits.requests_max.saturating_add(limits.reading_max));
+        // What is counted before is taken back when this is dropped.
+        let meter = Self {
+            picker: Arc::clone(picker),
+            outcome: PickedOutcome::Refused,
+        };
+        if picker.metrics.streams.inc() >= streams_max {
+            let why =
+                format!("{streams_max} streams are open, as many as limits.max_requests allows");
+            return Err(Status::resource_exhausted(why));
+        }
+        Ok(meter)
+    }
+}
+
+impl Drop for StreamMeter {
+    fn drop(&mut self) {
+        self.picker.metrics.streams.dec();
+        self.picker.metrics.told(self.outcome);
+    }
+}
+
+impl StreamBooks {
+    fn open(proxy: &Proxy) -> Self {
+        Self {
+            ledger: Some(RequestMetricsGuard::open(&proxy.metrics, None)),
+            user: None,
+            dialect: Dialect::OpenAi,
+            id: request_id(&HeaderMap::new()),
+            ignored: None,
+        }
+    }
+
+    fn ledger(&mut self) -> &mut RequestMetricsGuard {
+        let ledger = self.ledger.as_mut();
+        ledger.expect("it is handed over when the answer begins, and asked for before")
+    }
+}
+
+impl PickerStream {
+    /// Follows the stream to its end.
+    pub(super) async fn run(mut self, mut meter: StreamMeter) {
+        meter.outcome = PickedOutcome::Left;
+        let out = self.out.sender.clone();
+        tokio::select! {
+            biased;
+            () = out.closed() => {}
+            () = self.serve(&mut meter) => {}
+        }
+    }
+
+    async fn serve(&mut self, meter: &mut StreamMeter) {
+        let picker = Arc::clone(&self.picker);
+        let proxy = &picker.proxy;
+        let mut books = StreamBooks::open(proxy);
+        let Err(halt) = self.follow(&mut books, meter).await else {
+            return;
+        };
+        let ledger = books.ledger.take();
+        let response = match (halt, ledger) {
+            (StreamHalt::Broken(why), _) => {
+                meter.outcome = PickedOutcome::Broken;
+                return self.out.fail(why).await;
+            }
+            (StreamHalt::Refused(failure), Some(ledger)) => {
+                let failure = proxy.startup.doubt(failure);
+                failed(&failure, books.dialect, Version::HTTP_2, ledger)
+            }
+            (StreamHalt::Told(response), Some(ledger)) => {
+                local(*response, RequestOutcome::Local, ledger)
+            }
+            (StreamHalt::Left | StreamHalt::Refused(_) | StreamHalt::Told(_), _) => return,
+        };
+        meter.outcome = PickedOutcome::Answered;
+        let mut response = response.map(AnswerBody::into_local);
+        let told = (books.ignored, books.user);
+        proxy.sign(response.headers_mut(), (books.dialect, books.id), told);
+        // Whoever has left is told nothing.
+        let _: Result<(), _> = self.out.send(immediate(response, "quorate")).await;
+    }
+
+    async fn follow(
+        &mut self,
+        books: &mut StreamBooks,
+        meter: &mut StreamMeter,
+    ) -> Result<(), StreamHalt> {
+        let picker = Arc::clone(&self.picker);
+        let proxy = &picker.proxy;
+        let (opening, modes) = self.open(books).await?;
+        let (asked, upload) = self.take_in(opening, modes, books).await?;
+        let asked = Arc::new(asked);
+        let (mut sending, wanted) = prepare(proxy, &asked, books.ledger())?;
+        let (decision, mut attempt) = self.admit(&asked, books.ledger()).await?;
+        let trace = asked.trace_headers(attempt.trace());
+        let sent_at = Instant::now();
+        sending.first_byte_by = sent_at + proxy.settings.timeouts.first_byte;
+        sending.watched.sent();
+        let pending = PendingAttempt::of(attempt);
+        let offer = EndpointOffer::of(&picker, &sending, &decision, trace.as_ref())?;
+        // A gateway that takes each message late enough would keep the place for hours.
+        let told = timeout_at(sending.first_byte_by, self.tell(&offer, upload)).await;
+        told.unwrap_or(Err(StreamHalt::Left))?;
+        pending.is_sent.store(true, Relaxed);
+        meter.outcome = PickedOutcome::Picked;
+        let head = match timeout_at(sending.first_byte_by, self.answer_head(upload)).await {
+            Ok(head) => head?,
+            Err(_) => {
+                let (mut attempt, _) = pending.over();
+                if let Some(trace) = attempt.trace() {
+                    trace.failed(AttemptFailure::TimedOut.label());
+                }
+                // The engine may have computed all the while.
+                attempt.end(AttemptEnd::Broken, Instant::now());
+                let failure = ProxyError::EngineTimeout;
+                let late = Status::deadline_exceeded(failure.to_string());
+                let ledger = books.ledger.take();
+                let ledger = ledger.expect("the answer has not begun");
+                drop(failed(&failure, books.dialect, Version::HTTP_2, ledger));
+                return Err(StreamHalt::Broken(late));
+            }
+        };
+        let (attempt, _) = pending.over();
+        let told = ToldOffer { offer, sent_at };
+        let (decision, attempt) = told.served(&picker, (decision, attempt), (&asked, &head));
+        let passed = self.begin(&sending, (&decision, attempt, wanted), &head, books);
+        let (passed, headers) = passed;
+        self.out.send(headers).await?;
+        passed
+            .pass(modes.answers, &mut self.inbound, &self.out)
+            .await
+    }
+
+    /// The stream's first message.
+    async fn open(
+        &mut self,
+        books: &mut StreamBooks,
+    ) -> Result<(StreamOpening, BodyModes), StreamHalt> {
+        let proxy = &self.picker.proxy;
+        let limit = proxy.settings.timeouts.first_request;
+        let Ok(message) = timeout(limit, self.inbound.next()).await else {
+            let why = "no request_headers came";
+            return Err(StreamHalt::Broken(Status::deadline_exceeded(why)));
+        };
+        let message = message?;
+        let told = match message.said {
+            Request::RequestHeaders(told) => told,
+            said => return Err(out_of_turn(&said, "first")),
+        };
+        let settings = &self.picker.settings;
+        let modes = match message.protocol {
+            Some(protocol) => BodyModes::told(protocol)?,
+            None => settings.untold_bodies,
+        };
+        let limits = **proxy.limits.load();
+        let mut head = heads::request(&told, &limits)?;
+        if let Some(uri) = unslashed(&head.uri) {
+            head.uri = uri;
+        }
+        books.id = request_id(&head.headers);
+        books.dialect = Dialect::of(head.uri.path());
+        books.ignored = proxy.requests.ignored(&head.headers);
+        let asked = (&head.method, &head.uri);
+        let trace = begin_trace(
+            &proxy.settings,
+            (asked.0, asked.1, &head.headers),
+            &books.id,
+        );
+        let trace_id = || trace_id(trace.as_ref(), &head.headers);
+        let access = proxy.access.begin(&books.id, asked, trace_id);
+        books.ledger().logs(access);
+        books.ledger().traces(trace.clone());
+        let opening = StreamOpening {
+            head,
+            is_bodiless: told.end_of_stream,
+            endpoints: metadata::offered(settings, message.metadata.as_ref()),
+            trace,
+        };
+        Ok((opening, modes))
+    }
+
+    /// Reads the request.
+    async fn take_in(
+        &mut self,
+        opening: StreamOpening,
+        modes: BodyModes,
+        books: &mut StreamBooks,
+    ) -> Result<(ProxiedRequest, UploadShape), StreamHalt> {
+        let proxy = &self.picker.proxy;
+        let StreamOpening {
+            head,
+            is_bodiless,
+            endpoints,
+            trace,
+        } = opening;
+        let mode = match modes.requests {
+            BodyMode::Streamed => BodyMode::Buffered,
+            mode => mode,
+        };
+        if !is_bodiless {
+            match modes.requests {
+                BodyMode::Duplex | BodyMode::StreamedEarly => {}
+                BodyMode::Streamed => self.out.ask_for_whole().await?,
+                BodyMode::Buffered => {
+                    let passes = Said::RequestHeaders(HeadersResponse::default());
+                    self.out.send(passes).await?;
+                }
+            }
+        }
+        let limits = **proxy.limits.load();
+        let mut held = HeldBodyBytes::none(&proxy.held_bytes, limits.held_bytes_max);
+        let mut body = UploadedBody::new(&mut self.inbound, mode, is_bodiless);
+        let taken = proxy.take_in(&head, &self.peer, &mut body, &mut held).await;
+        if let Some(halt) = body.halt.take() {
+            return Err(halt);
+        }
+        let upload = UploadShape {
+            mode,
+            is_bodiless,
+            pieces: body.pieces,
+            has_trailers: body.has_trailers,
+        };
+        let (holder, bytes) = match taken {
+            Ok(TakenIn::Whole(holder, bytes)) => (holder, bytes),
+            Ok(TakenIn::Models(holder, id)) => {
+                let told = proxy.models(&holder, id.as_deref())?;
+                return Err(StreamHalt::Told(Box::new(told)));
+            }
+            Ok(TakenIn::Stored(_)) => {
+                return Err(ProxyError::KeepsNothing { kept: "responses" }.into());
+            }
+            Err(failure) => {
+                books.ledger().is_refused();
+                return Err(failure.into());
+            }
+        };
+        books.ledger().is_read(limits.requests_max)?;
+        let arrived = ArrivedRequest {
+            head,
+            body: bytes,
+            holder,
+            request_id: books.id.clone(),
+            peer: self.peer.clone(),
+            endpoints: Some(endpoints),
+            trace,
+        };
+        let StreamBooks { ledger, user, .. } = books;
+        let ledger = ledger.as_mut().expect("the answer has not begun");
+        let mut asked = proxy.understand(arrived, ledger, user).await?;
+        if asked.read.stages != RequestStages::Nothing {
+            // A gateway sends it to one engine.
+            asked.read.stages = RequestStages::Whole;
+        }
+        Ok((asked, upload))
+    }
+
+    /// Waits for a backend, as long as the gateway does.
+    async fn admit(
+        &mut self,
+        asked: &Arc<ProxiedRequest>,
+        ledger: &mut RequestMetricsGuard,
+    ) -> Result<(Decision, Attempt), StreamHalt> {
+        let proxy = &self.picker.proxy;
+        let arrived = Instant::now();
+        let admitted = tokio::select! {
+            biased;
+            admitted = admit(proxy, asked, &[]) => admitted,
+            halt = self.inbound.gone() => return Err(halt),
+        };
+        let (decision, mut attempt) = admitted?;
+        ledger.routed(arrived.elapsed());
+        attempt.hides(hidden(&asked.parsed).filter(|_| !asked.parsed.stream));
+        Ok((decision, attempt))
+    }
+
+    /// Tells the gateway where the request goes, and what goes there.
+    async fn tell(&mut self, offer: &EndpointOffer, upload: UploadShape) -> Result<(), StreamHalt> {
+        let (out, headers) = (&self.out, offer.headers.clone());
+        let endpoints = offer.endpoints();
+        let beside = metadata::destination(&self.picker.settings, &endpoints);
+        if upload.is_bodiless {
+            return out.send_with(request_head(headers), Some(beside)).await;
+        }
+        let body = offer.body.clone();
+        match upload.mode {
+            BodyMode::Duplex => {
+                out.send_with(request_head(headers), Some(beside)).await?;
+                EndpointOffer::send_body(body, upload.has_trailers, out).await?;
+            }
+            BodyMode::StreamedEarly => {
+                out.send_with(request_head(headers), Some(beside)).await?;
+                let mut whole = EndpointOffer::whole_body(body).await;
+                for _ in 0..upload.pieces {
+                    // All of it in the place of the first piece.
+                    let piece = std::mem::take(&mut whole);
+                    out.send(BodyOf::Request.replaced(piece, None)).await?;
+                }
+            }
+            BodyMode::Buffered | BodyMode::Streamed => {
+                let whole = EndpointOffer::whole_body(body).await;
+                let said = BodyOf::Request.replaced(whole, Some(headers));
+                return out.send_with(said, Some(beside)).await;
+            }
+        }
+        match upload.has_trailers {
+            true => out.send(request_trailers()).await,
+            false => Ok(()),
+        }
+    }
+
+    /// Waits for the head of the answer.
+    async fn answer_head(&mut self, upload: UploadShape) -> Result<AnswerHead, StreamHalt> {
+        let mut may_end = upload.mode == BodyMode::Buffered && !upload.is_bodiless;
+        loop {
+            let message = self.inbound.next().await?;
+            let told = match message.said {
+                Request::ResponseHeaders(told) => told,
+                Request::RequestTrailers(_) if may_end => {
+                    may_end = false;
+                    self.out.send(request_trailers()).await?;
+                    continue;
+                }
+                said => return Err(out_of_turn(&said, "before response_headers")),
+            };
+            let limits = **self.picker.proxy.limits.load();
+            let Some((status, headers)) = heads::answer(&told, &limits) else {
+                let why = "response_headers have no status, or are malformed";
+                return Err(StreamHalt::Broken(Status::invalid_argument(why)));
+            };
+            return Ok(AnswerHead {
+                status,
+                headers,
+                is_over: told.end_of_stream,
+                served: metadata::served(&self.picker.settings, message.metadata.as_ref()),
+            });
+        }
+    }
+
+    /// Begins to pass an answer on; also what becomes of its head.
+    fn begin(
+        &self,
+        sending: &OutgoingRequest<'_>,
+        (decision, mut attempt, wanted): (&Decision, Attempt, WantedUsage),
+        head: &AnswerHead,
+        books: &mut StreamBooks,
+    ) -> (PassedAnswer, Said) {
+        let proxy = &self.picker.proxy;
+        let (writer, body) = handed();
+        if head.is_over {
+            writer.end();
+        }
+        let mut response = Response::new(AnswerSource::Gateway(body));
+        *response.status_mut() = head.status;
+        *response.headers_mut() = head.headers.clone();
+        report_status(proxy, decision.backend, attempt.user(), head.status);
+        if let Some(trace) = attempt.trace() {
+            trace.answered(head.status.as_u16());
+        }
+        let mut response = relay(proxy, sending, decision, response, attempt, wanted);
+        let told = (books.ignored.take(), books.user);
+        proxy.sign(
+            response.headers_mut(),
+            (books.dialect, books.id.clone()),
+            told,
+        );
+        let headers = answer_head(heads::mutation(&head.headers, response.headers()));
+        let passed = PassedAnswer {
+            answer: response.into_body(),
+            writer,
+            is_bodiless: head.is_over,
+            held_back: proxy.settings.timeouts.held_back,
+        };
+        if let Some(mut ledger) = books.ledger.take() {
+            ledger.answered(head.status);
+            lock(&passed.answer).account(ledger);
+        }
+        (passed, headers)
+    }
+}
+
+/// What a gateway was told of a request.
+struct ToldOffer {
+    offer: EndpointOffer,
+    sent_at: Instant,
+}
+
+impl ToldOffer {
+    /// Who has answered: the one that the request was dispatched to, unless the gateway tells that it
+    /// went to a further one, as it could not reach the first.
+    fn served(
+        self,
+        picker: &Picker,
+        (decision, mut attempt): (Decision, Attempt),
+        (asked, head): (&Arc<ProxiedRequest>, &AnswerHead),
+    ) -> (Decision, Attempt) {
+        let (by, further) = match head.served {
+            None => (ServedBy::Untold, None),
+            Some(served) if served == self.offer.first => (ServedBy::First, None),
+            Some(served) => {
+                let mut further = self.offer.further.into_iter();
+                match further.find(|(endpoint, _)| *endpoint == served) {
+                    Some((_, further)) => (ServedBy::Further, Some(further)),
+                    None => (ServedBy::Other, None),
+                }
+            }
+        };
+        picker.metrics.served(by);
+        let Some(further) = further else {
+            return (decision, attempt);
+        };
+        let proxy = &picker.proxy;
+        if let Some(trace) = attempt.trace() {
+            trace.failed("unreachable");
+        }
+        attempt.end(AttemptEnd::NotRun, Instant::now());
+        let now = Instant::now();
+        proxy.backends.report_no_answer(decision.backend, None, now);
+        proxy.metrics.retries.inc();
+        if let Some(record) = &asked.record {
+            let waited = std::time::Duration::ZERO;
+            proxy.decisions.decided(record, &further, waited);
+        }
+        let admission = &proxy.admission;
+        let mut attempt = admission.redispatch(&further, &**asked, self.sent_at);
+        attempt.traces(asked.attempts(&further.name, "answer"));
+        (further, attempt)
+    }
+}

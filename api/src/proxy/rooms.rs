@@ -1,0 +1,387 @@
+//! A request on two engines at once, in SGLang's words: they meet in a room.
+//!
+//! Both engines get the same request, with the address of the prefill engine's bootstrap server and
+//! the number of a room there, drawn for this attempt. The prefill engine answers once the prompt's
+//! KV cache has gone over; what the client gets is the other one's answer. This is what SGLang's own
+//! gateway does (`sgl-model-gateway/src/routers/http/pd_router.rs`), to the form of the fields: a
+//! number for one prompt and answer, lists for a batch of prompts or several choices of a chat.
+//!
+//! Neither engine has anything without the other, so whichever fails takes the other's connection
+//! with it. Until the answer's body begins nothing of it was made: a prefill engine that fails
+//! before that is replaced by another one, with a new room. The answer waits for the end of the
+//! prefill engine's, which tells what was cached, but not long once its body has begun.
+
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Response, StatusCode};
+use http_body_util::{BodyExt, Limited};
+use state::ids::Slot;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::Proxy;
+use super::attempt::{
+    AttemptFailure, AttemptResult, Meeting, NotRun, OutgoingRequest, Post, attempt, note, post,
+    read_refusal,
+};
+use super::bootstrap::{RankOf, Rooms, draw};
+use super::inspect::read_usage;
+use super::scan::value_of;
+use crate::backends::EngineUrl;
+use crate::backends::pool::{EngineBody, SendError};
+use crate::error::ProxyError;
+use crate::routing::{Attempt, AttemptEnd, Decision, PrefillAttempt, PrefillDecision, Usage};
+use crate::traces::TracedEnd;
+
+/// Longest answer of a prefill engine, in bytes: a token for each prompt and choice.
+const PREFILL_ANSWER_BYTES_MAX: usize = 4 << 20;
+/// How long an answer that has begun waits for the end of the prefill engine's.
+const PREFILL_END_MAX: Duration = Duration::from_secs(1);
+/// What came of a prompt.
+enum MetPrompt {
+    /// The engine has computed it and handed it over.
+    Computed(Option<Usage>),
+    /// The engine answered with this status, and with what follows if that is short.
+    Refused(StatusCode, Option<Response<Bytes>>),
+    Failed(AttemptFailure),
+}
+
+impl MetPrompt {
+    /// As metrics and the admin API name it; `None`: the other engine was done with the request
+    /// before.
+    fn label(prefilled: Option<&Self>) -> &'static str {
+        match prefilled {
+            Some(Self::Computed(_)) => "transferred",
+            Some(Self::Refused(..)) => "refused",
+            Some(Self::Failed(failure)) => failure.label(),
+            None => "abandoned",
+        }
+    }
+}
+
+/// What came of an attempt at two engines.
+pub(super) struct MetResult {
+    pub(super) result: AttemptResult,
+    /// The backend at fault, where it was not run.
+    pub(super) at_fault: Slot,
+    /// Whether another pair would say the same.
+    pub(super) is_final: bool,
+}
+
+impl MetResult {
+    fn of(result: AttemptResult, at_fault: Slot) -> Self {
+        Self {
+            result,
+            at_fault,
+            is_final: false,
+        }
+    }
+}
+
+/// Sends the request to both backends of the decision and waits until the answer begins.
+///
+/// # Errors
+/// If the prompt has broken too many engines by now; the attempt is over then.
+pub(super) async fn meet(
+    proxy: &Arc<Proxy>,
+    sending: &mut OutgoingRequest<'_>,
+    (decision, chosen): (&Decision, &PrefillDecision),
+    mut taken: Attempt,
+    is_last: bool,
+) -> Result<MetResult, ProxyError> {
+    let at_fault = chosen.backend.slot;
+    let members = members(proxy, sending, chosen);
+    let (Some(prefill), Some(members)) = (taken.take_prefill(), members) else {
+        taken.end(AttemptEnd::NotRun, Instant::now());
+        let result = AttemptResult::NotRun(NotRun::Unreachable);
+        return Ok(MetResult::of(result, at_fault));
+    };
+    let meeting = Arc::new(Meeting::default());
+    sending.transfer = Some(members);
+    sending.meeting = Some(Arc::clone(&meeting));
+    let began = Instant::now();
+    let (result, prefilled) = {
+        let mut computing = pin!(compute(proxy, sending, (chosen, &prefill), &meeting));
+        let mut answering = pin!(attempt(proxy, sending, decision, taken, is_last));
+        let mut prefilled = None;
+        let mut result = loop {
+            tokio::select! {
+                biased;
+                done = &mut computing, if prefilled.is_none() => {
+                    match &done {
+                        MetPrompt::Computed(usage) => {
+                            meeting.computed.get_or_init(|| (Instant::now(), *usage));
+                        }
+                        MetPrompt::Refused(..) | MetPrompt::Failed(_) => meeting.failed.cancel(),
+                    }
+                    prefilled = Some(done);
+                }
+                result = &mut answering => break result,
+            }
+        };
+        if prefilled.is_none()
+            && let AttemptResult::Answered(response, _) = &mut result
+            && response.status().is_success()
+        {
+            match until_computed(computing, response, sending.first_byte_by).await {
+                Ok(done) => prefilled = done,
+                Err(failure) => result = over(result, &failure),
+            }
+        }
+        (result, prefilled)
+    };
+    let label = MetPrompt::label(prefilled.as_ref());
+    proxy.metrics.stages.prefilled(label, began.elapsed());
+    if let Some(record) = &decision.record {
+        record.prefilled(label);
+    }
+    settle(
+        proxy,
+        sending,
+        (decision, chosen),
+        prefill,
+        (result, prefilled),
+    )
+}
+
+/// What the engines are told; `None`: the one that computes the prompt is gone.
+fn members(proxy: &Proxy, sending: &OutgoingRequest<'_>, to: &PrefillDecision) -> Option<Bytes> {
+    let registry = proxy.view.registry();
+    let backend = registry.backend(to.backend.slot)?;
+    let url = EngineUrl::parse(&backend.spec.url).ok()?;
+    let port = proxy.backends.bootstrap_port(backend);
+    let rank = registry.rank(backend).map(|rank| RankOf {
+        rank: rank.into(),
+        ranks: registry.ranks.around(to.backend.slot).len().max(1) as u64,
+    });
+    let host = match url.host() {
+        v6 if v6.contains(':') => format!("[{v6}]"),
+        host => host.to_owned(),
+    };
+    let rooms = Rooms::count(sending.asked.head.uri.path(), &sending.asked.parsed)?;
+    let room = || rank.map_or_else(draw, |rank| rank.room(draw()));
+    Some(rooms.members(&host, port, room))
+}
+
+/// Has the prompt computed, and waits until it has gone over.
+async fn compute(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    (chosen, prefill): (&PrefillDecision, &PrefillAttempt),
+    meeting: &Meeting,
+) -> MetPrompt {
+    let mut trace = sending.asked.attempts(&chosen.name, "prefill");
+    let headers = sending.asked.trace_headers(trace.as_mut());
+    let request = Post {
+        body: &|backend| sending.body_for(proxy, backend),
+        trace: headers.as_ref(),
+        sent: &|| {
+            prefill.sent();
+            meeting.is_sent.store(true, Relaxed);
+        },
+    };
+    let sent = post(proxy, sending.asked, &sending.uri, chosen.backend, request);
+    let done = match sent.await {
+        Ok(answer) => read(answer).await,
+        Err(error) => Err(error),
+    };
+    let failed = |error| MetPrompt::Failed(AttemptFailure::of(error, prefill.is_sent()));
+    let done = done.unwrap_or_else(failed);
+    if let Some(trace) = trace {
+        trace.end(&TracedEnd {
+            outcome: MetPrompt::label(Some(&done)),
+            is_whole: false,
+            is_failure: !matches!(done, MetPrompt::Computed(_)),
+            tokens: None,
+            at: Instant::now(),
+        });
+    }
+    done
+}
+
+async fn read(answer: Response<EngineBody>) -> Result<MetPrompt, SendError> {
+    let status = answer.status();
+    if !status.is_success() {
+        return Ok(MetPrompt::Refused(status, read_refusal(answer).await));
+    }
+    let body = Limited::new(answer.into_body(), PREFILL_ANSWER_BYTES_MAX).collect();
+    let body = body.await.map_err(|_| SendError::Ended)?.to_bytes();
+    Ok(judge(&body))
+}
+
+/// Reads an answer, whole or a stream of events.
+fn judge(answer: &[u8]) -> MetPrompt {
+    let mut usage = None;
+    let events = answer.split(|byte| *byte == b'\n');
+    let events = events.filter_map(|line| line.strip_prefix(b"data:"));
+    for said in std::iter::once(answer).chain(events) {
+        if value_of(said, "error").is_some_and(|error| error.first() == Some(&b'{')) {
+            return MetPrompt::Refused(StatusCode::BAD_GATEWAY, None);
+        }
+        usage = value_of(said, "usage").and_then(read_usage).or(usage);
+    }
+    MetPrompt::Computed(usage)
+}
+
+/// Waits until the prompt is known to be computed; `None`: it is, as the answer has begun.
+async fn until_computed(
+    mut computing: Pin<&mut impl Future<Output = MetPrompt>>,
+    response: &mut Response<EngineBody>,
+    first_byte_by: Instant,
+) -> Result<Option<MetPrompt>, AttemptFailure> {
+    let begun = poll_fn(|cx| response.body_mut().poll_first(cx));
+    let begun = tokio::select! {
+        biased;
+        done = &mut computing => return Ok(Some(done)),
+        begun = timeout_at(first_byte_by, begun) => begun,
+    };
+    match begun {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => return Err(AttemptFailure::of(error, true)),
+        Err(_) => return Err(AttemptFailure::TimedOut),
+    }
+    match timeout(PREFILL_END_MAX, computing).await {
+        Ok(MetPrompt::Computed(usage)) => Ok(Some(MetPrompt::Computed(usage))),
+        // It is of no interest any more.
+        Ok(MetPrompt::Refused(..) | MetPrompt::Failed(_)) | Err(_) => Ok(None),
+    }
+}
+
+/// The answer was under way and has failed before its body began.
+fn over(result: AttemptResult, failure: &AttemptFailure) -> AttemptResult {
+    match result {
+        AttemptResult::Answered(_, attempt) => {
+            attempt.end(failure.end(), Instant::now());
+            failure.result()
+        }
+        other => other,
+    }
+}
+
+/// What follows for the prefill backend and the request.
+fn settle(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    (decision, chosen): (&Decision, &PrefillDecision),
+    mut prefill: PrefillAttempt,
+    (result, prefilled): (AttemptResult, Option<MetPrompt>),
+) -> Result<MetResult, ProxyError> {
+    let now = Instant::now();
+    let slots = (decision.backend.slot, chosen.backend.slot);
+    match (result, prefilled) {
+        (AttemptResult::Answered(response, mut attempt), None)
+            if response.status().is_success() =>
+        {
+            prefill.answered(None, now);
+            attempt.prefilled(prefill, None, now);
+            let result = AttemptResult::Answered(response, attempt);
+            Ok(MetResult::of(result, slots.0))
+        }
+        (AttemptResult::Answered(response, mut attempt), Some(MetPrompt::Computed(usage))) => {
+            prefill.answered(usage, now);
+            attempt.prefilled(prefill, usage, now);
+            let result = AttemptResult::Answered(response, attempt);
+            Ok(MetResult::of(result, slots.0))
+        }
+        (result, Some(MetPrompt::Computed(usage))) => {
+            prefill.answered(usage, now);
+            prefill.end(AttemptEnd::Finished);
+            Ok(MetResult::of(result, slots.0))
+        }
+        (result, None) => {
+            // Who is at fault of a lost transfer is not known; the prompt had not gone over yet.
+            let is_transfer = matches!(result, AttemptResult::NotRun(NotRun::Refused(_)));
+            let is_late = matches!(result, AttemptResult::Lost(ProxyError::EngineTimeout));
+            if is_late && prefill.is_sent() {
+                let (backends, user) = (&proxy.backends, Some(prefill.user()));
+                backends.report_no_answer(chosen.backend, user, now);
+            }
+            prefill.end(AttemptEnd::NotRun);
+            let at_fault = if is_transfer { slots.1 } else { slots.0 };
+            Ok(MetResult::of(result, at_fault))
+        }
+        (result, Some(failed)) => {
+            if let AttemptResult::Answered(_, attempt) = result {
+                attempt.end(AttemptEnd::NotRun, now);
+            }
+            without_prompt(proxy, sending, chosen, prefill, failed)
+        }
+    }
+}
+
+/// The prefill engine failed, and with it the attempt.
+fn without_prompt(
+    proxy: &Proxy,
+    sending: &OutgoingRequest<'_>,
+    chosen: &PrefillDecision,
+    prefill: PrefillAttempt,
+    prefilled: MetPrompt,
+) -> Result<MetResult, ProxyError> {
+    let (backend, user, now) = (chosen.backend, prefill.user(), Instant::now());
+    let (result, is_final) = match prefilled {
+        MetPrompt::Refused(status, refusal) => {
+            let is_clients = status.is_client_error();
+            match is_clients {
+                true => proxy.backends.report_answer(backend, user, now),
+                false => proxy.backends.report_no_answer(backend, Some(user), now),
+            }
+            prefill.end(AttemptEnd::NotRun);
+            let is_final = is_clients && !proxy.settings.retry_statuses.contains(&status);
+            (NotRun::Refused(refusal), is_final)
+        }
+        MetPrompt::Failed(failure) => {
+            failure.report(proxy, backend, user);
+            prefill.end(failure.end());
+            note(proxy, sending, (backend, &chosen.name), &failure);
+            if proxy.suspects.refuses(sending.asked) {
+                proxy.metrics.suspects_refused.inc();
+                return Err(ProxyError::BreaksBackends);
+            }
+            let unrun = match failure.result() {
+                AttemptResult::NotRun(how) => how,
+                AttemptResult::Answered(..) | AttemptResult::Lost(_) => NotRun::WithoutPrompt,
+            };
+            (unrun, false)
+        }
+        MetPrompt::Computed(_) => (NotRun::WithoutPrompt, false),
+    };
+    Ok(MetResult {
+        result: AttemptResult::NotRun(result),
+        at_fault: backend.slot,
+        is_final,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prefill_engine_tells_usage_or_an_error_whole_or_in_a_stream() {
+        let usage = r#""usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}"#;
+        let told = |answer: &str| match judge(answer.as_bytes()) {
+            MetPrompt::Computed(usage) => Some(usage.map(|usage| usage.cached_tokens)),
+            MetPrompt::Refused(..) | MetPrompt::Failed(_) => None,
+        };
+        assert_eq!(
+            told(&format!(r#"{{"choices":[],{usage}}}"#)),
+            Some(Some(Some(4)))
+        );
+        let stream = format!("data: {{\"choices\":[]}}\n\ndata: {{{usage}}}\n\ndata: [DONE]\n\n");
+        assert_eq!(told(&stream), Some(Some(Some(4))));
+        assert_eq!(
+            told("data: {\"usage\":null}\r\n\r\ndata: [DONE]\r\n\r\n"),
+            Some(None)
+        );
+        assert_eq!(told("no JSON"), Some(None));
+        assert_eq!(
+            told("data: {\"error\":{\"message\":\"x\",\"code\":500}}\n\n"),
+            None
+        );
+        assert_eq!(told("{\"error\":null}"), Some(None));
+    }
+}

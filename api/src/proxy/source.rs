@@ -1,0 +1,116 @@
+//! Where the bytes of an answer come from: the engine itself, or a gateway that asks it.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+
+use crate::backends::pool::{EngineBody, SendError};
+
+/// The body of an engine's answer.
+pub(super) enum AnswerSource {
+    /// Over this replica's own connection.
+    Engine(EngineBody),
+    /// In pieces that a gateway hands over.
+    Gateway(HandedBody),
+}
+
+impl Body for AnswerSource {
+    type Data = Bytes;
+    type Error = SendError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, SendError>>> {
+        match &mut *self {
+            Self::Engine(engine) => Pin::new(engine).poll_frame(cx),
+            Self::Gateway(handed) => handed.poll_frame(cx).map(|frame| frame.map(Ok)),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Engine(engine) => engine.is_end_stream(),
+            Self::Gateway(handed) => handed.lock().is_over(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Engine(engine) => engine.size_hint(),
+            Self::Gateway(_) => SizeHint::default(),
+        }
+    }
+}
+
+/// The reading end of an answer that is handed over. One task holds both ends.
+pub(super) struct HandedBody(Arc<Mutex<HandedPieces>>);
+
+/// The writing end. An answer that it does not [end](HandedWriter::end) goes on.
+pub(super) struct HandedWriter(Arc<Mutex<HandedPieces>>);
+
+#[derive(Default)]
+struct HandedPieces {
+    pieces: VecDeque<Bytes>,
+    has_ended: bool,
+    reader: Option<Waker>,
+}
+
+impl HandedPieces {
+    fn is_over(&self) -> bool {
+        self.has_ended && self.pieces.is_empty()
+    }
+}
+
+/// Both ends of an answer of which nothing has come.
+pub(super) fn handed() -> (HandedWriter, HandedBody) {
+    let pieces = Arc::<Mutex<HandedPieces>>::default();
+    (HandedWriter(Arc::clone(&pieces)), HandedBody(pieces))
+}
+
+impl HandedWriter {
+    /// Adds a piece. The caller reads it before it adds the next.
+    pub(super) fn push(&self, piece: Bytes) {
+        self.change(|pieces| {
+            if !piece.is_empty() {
+                pieces.pieces.push_back(piece);
+            }
+        });
+    }
+
+    /// Nothing more comes.
+    pub(super) fn end(&self) {
+        self.change(|pieces| pieces.has_ended = true);
+    }
+
+    fn change(&self, change: impl FnOnce(&mut HandedPieces)) {
+        let mut pieces = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut pieces);
+        if let Some(reader) = pieces.reader.take() {
+            reader.wake();
+        }
+    }
+}
+
+impl HandedBody {
+    /// Never contended: one task holds both ends.
+    fn lock(&self) -> MutexGuard<'_, HandedPieces> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn poll_frame(&self, cx: &Context<'_>) -> Poll<Option<Frame<Bytes>>> {
+        let mut pieces = self.lock();
+        match pieces.pieces.pop_front() {
+            Some(piece) => Poll::Ready(Some(Frame::data(piece))),
+            None if pieces.has_ended => Poll::Ready(None),
+            None => {
+                pieces.reader = Some(cx.waker().clone());
+                Poll::Pending
+            }
+        }
+    }
+}

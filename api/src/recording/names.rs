@@ -1,0 +1,61 @@
+//! What stands in recordings in place of names.
+
+use sha2::{Digest, Sha256};
+use state::ids::BlockHash;
+use state::prefix::BlockHasher;
+
+use super::BlockId;
+
+/// What is hashed before everything else, so that the hashes are of no other use.
+const LABEL: &[u8] = b"quorate recording 1";
+
+/// Hashes of names under the cluster's secret and a salt: the same on all replicas of the cluster.
+pub struct RecordingNames([u8; 32]);
+
+impl RecordingNames {
+    /// Those of a recording with this salt.
+    #[must_use]
+    pub fn new(hashing: &BlockHasher, salt: &str) -> Self {
+        let mut key = Sha256::new()
+            .chain_update(LABEL)
+            .chain_update(hashing.seed.to_le_bytes());
+        if let Some(secret) = &hashing.secret {
+            key.update(secret.key_bytes());
+        }
+        Self(key.chain_update(salt).finalize().into())
+    }
+
+    /// Stands for a user.
+    #[must_use]
+    pub fn user(&self, name: &str) -> String {
+        format!("{:016x}", self.hash(b'u', name.as_bytes()))
+    }
+
+    /// Stands for those who share cached blocks.
+    #[must_use]
+    pub fn tenant(&self, name: &str) -> String {
+        format!("{:016x}", self.hash(b't', name.as_bytes()))
+    }
+
+    /// Stands for a model that the cluster does not serve.
+    #[must_use]
+    pub fn model(&self, name: &str) -> String {
+        format!("unknown-{:016x}", self.hash(b'm', name.as_bytes()))
+    }
+
+    /// Stands for a block and all before it.
+    #[must_use]
+    pub fn block(&self, block: BlockHash) -> BlockId {
+        BlockId(self.hash(b'b', &block.0.to_le_bytes()))
+    }
+
+    fn hash(&self, kind: u8, bytes: &[u8]) -> u64 {
+        let hash = Sha256::new()
+            .chain_update(self.0)
+            .chain_update([kind])
+            .chain_update(bytes);
+        let hash: [u8; 32] = hash.finalize().into();
+        let (first, _) = hash.split_first_chunk().expect("32 bytes are more than 8");
+        u64::from_le_bytes(*first)
+    }
+}

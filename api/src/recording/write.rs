@@ -1,0 +1,84 @@
+//! Writes recordings, line by line.
+
+use std::collections::HashSet;
+
+use super::{BlockId, RecordedRequest, Recording, RecordingHead};
+
+/// Writes the lines of one file.
+#[derive(Debug, Default)]
+pub struct RecordingWriter {
+    /// Blocks that lines have, as the source names them.
+    known: HashSet<u64>,
+}
+
+impl RecordingWriter {
+    /// The first line.
+    #[must_use]
+    pub fn head(&self, head: &RecordingHead) -> String {
+        line(head)
+    }
+
+    /// The line of a request whose prompt has the blocks `chain`, which `name` gives their ids.
+    pub fn line(
+        &mut self,
+        request: RecordedRequest,
+        chain: &[u64],
+        name: impl Fn(u64) -> BlockId,
+    ) -> String {
+        // Who knows a block knows all before it.
+        let known = chain.iter().rposition(|block| self.known.contains(block));
+        let new = &chain[known.map_or(0, |at| at + 1)..];
+        self.known.extend(new);
+        line(&RecordedRequest {
+            after: known.map(|at| name(chain[at])),
+            blocks: new.iter().copied().map(name).collect(),
+            ..request
+        })
+    }
+
+    /// A whole file.
+    #[must_use]
+    pub fn whole(mut self, recording: &Recording) -> String {
+        let mut text = self.head(&recording.head);
+        for request in &recording.requests {
+            let chain: Vec<u64> = request.blocks.iter().map(|block| block.0).collect();
+            text.push_str(&self.line(request.clone(), &chain, BlockId));
+        }
+        text
+    }
+}
+
+fn line(of: &impl serde::Serialize) -> String {
+    let mut line = serde_json::to_string(of).expect("lines have string keys only");
+    line.push('\n');
+    line
+}
+
+/// One recording of those of several replicas, by time.
+///
+/// # Panics
+/// Without any.
+#[must_use]
+pub fn merge(recordings: Vec<Recording>) -> Recording {
+    let mut all = recordings.into_iter();
+    let mut merged = all.next().expect("there is a recording to merge");
+    for other in all {
+        let (head, theirs) = (&mut merged.head, other.head);
+        head.from_ms = head.from_ms.min(theirs.from_ms);
+        head.until_ms = head.until_ms.max(theirs.until_ms);
+        head.replicas.extend(theirs.replicas);
+        if head.ended_by != theirs.ended_by {
+            head.ended_by = format!("{}, {}", head.ended_by, theirs.ended_by);
+        }
+        for backend in theirs.backends {
+            if !head.backends.iter().any(|known| known.id == backend.id) {
+                head.backends.push(backend);
+            }
+        }
+        merged.requests.extend(other.requests);
+    }
+    merged.head.replicas.sort_unstable();
+    merged.head.replicas.dedup();
+    merged.requests.sort_by_key(|request| request.at_ms);
+    merged
+}

@@ -1,0 +1,69 @@
+//! Where a gateway can send a request that it asks about: endpoints, which are an address and a port.
+
+use std::net::{IpAddr, SocketAddr};
+
+use crate::backends::EngineUrl;
+
+/// The endpoints that a gateway offers for a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OfferedEndpoints {
+    /// Whatever backend has one.
+    All,
+    /// These, in ascending order.
+    Those(Vec<SocketAddr>),
+}
+
+impl OfferedEndpoints {
+    /// These, in any order.
+    #[must_use]
+    pub fn those(mut endpoints: Vec<SocketAddr>) -> Self {
+        endpoints.sort_unstable();
+        Self::Those(endpoints)
+    }
+
+    /// Whether a backend at `endpoint` is offered. `None`: it has none.
+    pub(super) fn has(&self, endpoint: Option<SocketAddr>) -> bool {
+        match (self, endpoint) {
+            (_, None) => false,
+            (Self::All, Some(_)) => true,
+            (Self::Those(those), Some(endpoint)) => those.binary_search(&endpoint).is_ok(),
+        }
+    }
+}
+
+/// The endpoint of a backend with this URL. `None`: it has a name, which a gateway does not look up,
+/// or a path prefix, which a gateway does not add.
+#[must_use]
+pub fn endpoint_of(url: &str) -> Option<SocketAddr> {
+    let url = EngineUrl::parse(url).ok()?;
+    let host: IpAddr = url.host().parse().ok()?;
+    url.has_no_prefix()
+        .then(|| SocketAddr::new(host, url.port()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_backend_is_an_endpoint_if_its_url_is_an_address_and_a_port() {
+        for (url, endpoint) in [
+            ("http://10.0.0.1:8000", Some("10.0.0.1:8000")),
+            ("https://10.0.0.1", Some("10.0.0.1:443")),
+            ("http://[fd00::1]:8000", Some("[fd00::1]:8000")),
+            ("http://gpu-1:8000", None),
+            ("http://10.0.0.1:8000/team-a", None),
+        ] {
+            let expected = endpoint.map(|it| it.parse().expect("it is an address"));
+            assert_eq!(endpoint_of(url), expected, "{url}");
+        }
+    }
+
+    #[test]
+    fn what_has_no_endpoint_is_never_offered() {
+        let [one, two] = [1, 2].map(|port| SocketAddr::from(([10, 0, 0, 1], port)));
+        let those = OfferedEndpoints::those(vec![two]);
+        assert!(OfferedEndpoints::All.has(Some(one)) && !OfferedEndpoints::All.has(None));
+        assert!(those.has(Some(two)) && !those.has(Some(one)) && !those.has(None));
+    }
+}

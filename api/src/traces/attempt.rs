@@ -1,0 +1,120 @@
+//! The span of one attempt: a request at one engine.
+
+use opentelemetry::KeyValue;
+use opentelemetry::trace::{Span as _, Status};
+use opentelemetry_sdk::trace::Span;
+use tokio::time::Instant;
+
+use super::clock::{TraceClock, number};
+use super::context::TraceHeaders;
+
+/// A request at one engine. Dropped before its end, its client has left.
+#[derive(Debug)]
+pub struct AttemptTrace(Box<OpenTrace>);
+
+#[derive(Debug)]
+struct OpenTrace {
+    span: Span,
+    clock: TraceClock,
+    keeps_state: bool,
+    /// Whether it is known why there is no answer.
+    has_failed: bool,
+    is_over: bool,
+}
+
+/// How an attempt ended.
+#[derive(Debug, Clone, Copy)]
+pub struct TracedEnd {
+    /// As the admin API names it.
+    pub outcome: &'static str,
+    /// The engine answered to the end.
+    pub is_whole: bool,
+    /// The engine is to blame.
+    pub is_failure: bool,
+    /// Prompt tokens, cached ones among them, output tokens; `None`: not known.
+    pub tokens: Option<[u64; 3]>,
+    /// When.
+    pub at: Instant,
+}
+
+impl AttemptTrace {
+    pub(super) fn new(span: Span, clock: TraceClock, keeps_state: bool) -> Self {
+        Self(Box::new(OpenTrace {
+            span,
+            clock,
+            keeps_state,
+            has_failed: false,
+            is_over: false,
+        }))
+    }
+
+    /// What the engine is told.
+    pub(crate) fn headers(&self) -> TraceHeaders {
+        TraceHeaders::of(self.0.span.span_context(), self.0.keeps_state)
+    }
+
+    /// The engine answered with this status.
+    pub(crate) fn answered(&mut self, status: u16) {
+        let status = KeyValue::new("http.response.status_code", i64::from(status));
+        self.0.span.set_attribute(status);
+    }
+
+    /// There is no answer, for this reason.
+    pub(crate) fn failed(&mut self, why: &'static str) {
+        let span = &mut self.0.span;
+        span.set_attribute(KeyValue::new("error.type", why));
+        span.set_status(Status::error(why));
+        self.0.has_failed = true;
+    }
+
+    /// The answer's body began.
+    pub(crate) fn first_byte(&mut self, at: Instant) {
+        let OpenTrace { span, clock, .. } = &mut *self.0;
+        span.add_event_with_timestamp("first_byte", clock.at(at), Vec::new());
+    }
+
+    /// It is over.
+    pub(crate) fn end(mut self, end: &TracedEnd) {
+        self.close(end);
+    }
+
+    fn close(&mut self, end: &TracedEnd) {
+        let OpenTrace {
+            span,
+            clock,
+            has_failed,
+            ..
+        } = &mut *self.0;
+        let at = clock.at(end.at);
+        span.set_attribute(KeyValue::new("quorate.outcome", end.outcome));
+        if let Some([prompt, cached, output]) = end.tokens {
+            span.set_attributes([
+                KeyValue::new("gen_ai.usage.input_tokens", number(prompt)),
+                KeyValue::new("gen_ai.usage.cache_read.input_tokens", number(cached)),
+                KeyValue::new("gen_ai.usage.output_tokens", number(output)),
+            ]);
+        }
+        if end.is_whole {
+            span.add_event_with_timestamp("last_byte", at, Vec::new());
+        }
+        if end.is_failure && !*has_failed {
+            span.set_status(Status::error(end.outcome));
+        }
+        span.end_with_timestamp(at);
+        self.0.is_over = true;
+    }
+}
+
+impl Drop for AttemptTrace {
+    fn drop(&mut self) {
+        if !self.0.is_over {
+            self.close(&TracedEnd {
+                outcome: "client-left",
+                is_whole: false,
+                is_failure: false,
+                tokens: None,
+                at: Instant::now(),
+            });
+        }
+    }
+}

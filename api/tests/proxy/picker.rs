@@ -1,0 +1,357 @@
+//! The endpoint picker, message by message: what gateways of each kind say and hear, who pays, and what
+//! becomes of those that speak out of turn.
+
+use api::proxy::picker::ext_proc::body_mutation::Mutation;
+use api::proxy::picker::ext_proc::processing_request::Request as Said;
+use api::proxy::picker::ext_proc::processing_response::Response as Heard;
+use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
+use api::proxy::picker::{PickedOutcome, ServedBy};
+use api::proxy::{ProxySettings, RequestOutcome};
+use bytes::Bytes;
+use state::command::Charge;
+use tonic::Code;
+use tonic::transport::Channel;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+use super::engine::{DONE, delta, usage_chunk};
+use super::fleet::{Fleet, PATIENT, eventually};
+use super::picking::{
+    CHAT, EVENTS, Listening, Picking, body_of, engines, head_of, header, modes, only, piece_of,
+    plain, start,
+};
+
+#[tokio::test]
+async fn a_request_goes_where_the_picker_says_and_its_usage_is_charged() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let mut talk = picking.ask(CHAT, 10, plain()).await;
+    let (endpoints, changed) = talk.picked().await;
+    let [first, second] = endpoints.split(',').collect::<Vec<_>>()[..] else {
+        panic!("{endpoints}");
+    };
+    let known = engines.each_ref().map(|it| it.address.to_string());
+    assert!(first != second && known.iter().all(|it| endpoints.contains(it)));
+    let sent = talk.streamed().await;
+    assert!(sent.contains("\"include_usage\":true"), "{sent}");
+    assert_eq!(
+        header(&changed, "content-length"),
+        Some(sent.len().to_string())
+    );
+    assert!(
+        changed
+            .remove_headers
+            .contains(&"accept-encoding".to_owned())
+    );
+    assert_eq!(fleet.running(), 1);
+
+    let head = talk.begin(EVENTS, Some(first)).await;
+    let name = header(&head, "x-quorate-backend").unwrap();
+    assert_eq!(first == known[1], name == "e1");
+    let (one, two) = (delta("a", 1), delta("b", 5));
+    talk.answer(&[&one, &two, usage_chunk(), DONE]).await;
+    let answer = talk.streamed().await;
+    assert!(answer.ends_with(DONE) && answer.contains("\"content\":\"b\""));
+    assert!(
+        !answer.contains("usage"),
+        "its client did not ask: {answer}"
+    );
+    talk.is_over().await;
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
+    eventually("it is counted", || {
+        picking.metrics.requests(PickedOutcome::Picked) == 1
+    })
+    .await;
+    assert_eq!(picking.metrics.answers(ServedBy::First), 1);
+    let charge = fleet.charged().await;
+    assert_eq!((charge.started, charge.ended, charge.output), (1, 1, 5));
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_pays_what_the_engine_counted() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let mut talk = picking.ask(CHAT, 1000, plain()).await;
+    talk.picked().await;
+    talk.streamed().await;
+    talk.begin(EVENTS, None).await;
+    for text in [delta("a", 1), delta("b", 5)] {
+        talk.say(Said::ResponseBody(piece_of(text.as_bytes(), false)))
+            .await;
+        body_of(talk.next().await);
+    }
+    drop(talk);
+    fleet.is_idle().await;
+    let Charge {
+        input_uncached,
+        output,
+        ..
+    } = fleet.charged().await;
+    assert_eq!((input_uncached, output), (7, 5));
+}
+
+#[tokio::test]
+async fn one_that_is_gone_before_it_is_sent_costs_nothing() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let talk = picking.ask("{\"model\"", 1000, plain()).await;
+    drop(talk);
+    let talk = picking.open().await;
+    drop(talk);
+    eventually("both have left", || {
+        picking.metrics.requests(PickedOutcome::Left)
+            + picking.metrics.requests(PickedOutcome::Answered)
+            == 2
+    })
+    .await;
+    fleet.is_idle().await;
+    assert_eq!(fleet.charged().await, Charge::default());
+}
+
+#[tokio::test]
+async fn only_endpoints_that_the_gateway_offers_are_picked() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let known = engines.each_ref().map(|it| it.address.to_string());
+    for _ in 0..4 {
+        let mut talk = picking.ask(CHAT, 1000, only(&known[1..])).await;
+        assert_eq!(talk.picked().await.0, known[1]);
+    }
+    for none in [&[][..], &["10.9.9.9:1".to_owned(), "what".to_owned()][..]] {
+        let mut talk = picking.ask(CHAT, 1000, only(none)).await;
+        let (status, body) = talk.refused().await;
+        assert_eq!(status, 503, "{body}");
+        assert!(body.contains("no_endpoint_offered"), "{body}");
+        talk.is_over().await;
+    }
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn what_is_refused_or_known_here_is_answered_by_the_gateway() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    for (body, status, code) in [
+        ("{", 400, "invalid_request"),
+        (r#"{"model":5}"#, 400, "invalid_request"),
+        (r#"{"model":"other","prompt":"x"}"#, 404, "model_not_found"),
+    ] {
+        let mut talk = picking.ask(body, 5, plain()).await;
+        let (told, text) = talk.refused().await;
+        assert_eq!(told, status, "{text}");
+        assert!(text.contains(code), "{text}");
+    }
+    for (method, path, status) in [
+        ("GET", "/v1/models", 200),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/sleep", 404),
+        ("GET", "/v1/responses/resp_1", 501),
+    ] {
+        let mut talk = picking.open().await;
+        talk.say(Said::RequestHeaders(head_of(method, path, true)))
+            .await;
+        assert_eq!(talk.refused().await.0, status, "{path}");
+        talk.is_over().await;
+    }
+    let one = [&engines[0]];
+    let large = Fleet::start_with(&one, PATIENT, |settings: &mut ProxySettings| {
+        settings.limits.body_bytes_max = 8;
+    });
+    let large = large.await;
+    let mut talk = Picking::of(&large).await.ask(CHAT, 7, plain()).await;
+    assert_eq!(talk.refused().await.0, 413);
+    fleet.is_idle().await;
+    large.is_idle().await;
+}
+
+#[tokio::test]
+async fn whole_bodies_are_answered_after_the_head() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let buffered = BodySendMode::Buffered;
+    for requests in [buffered, BodySendMode::Streamed] {
+        let talk = picking.open().await;
+        let first = Said::RequestHeaders(head_of("POST", "/v1/chat/completions", false));
+        talk.say_with(first, modes(requests, buffered, false)).await;
+        let mut talk = talk;
+        let passes = talk.next().await;
+        assert!(matches!(passes.response, Some(Heard::RequestHeaders(_))));
+        assert_eq!(passes.mode_override.is_some(), requests != buffered);
+        talk.say(Said::RequestBody(piece_of(CHAT.as_bytes(), true)))
+            .await;
+        let (_, changed) = talk.picked().await;
+        assert!(header(&changed, "content-length").is_some());
+        talk.begin("application/json", None).await;
+        let answer = r#"{"usage":{"prompt_tokens":7,"completion_tokens":3}}"#;
+        talk.answer(&[answer]).await;
+        let passed = body_of(talk.next().await).body_mutation.unwrap().mutation;
+        assert_eq!(passed, Some(Mutation::Body(Bytes::from(answer))));
+        talk.is_over().await;
+    }
+    fleet.is_idle().await;
+    assert_eq!(fleet.charged().await.output, 6);
+}
+
+#[tokio::test]
+async fn pieces_that_do_not_wait_are_each_answered() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let streamed = BodySendMode::Streamed;
+    let mut talk = picking.ask(CHAT, 30, modes(streamed, streamed, true)).await;
+    talk.picked().await;
+    let pieces = CHAT.len().div_ceil(30);
+    for nth in 0..pieces {
+        let piece = body_of(talk.next().await).body_mutation.unwrap().mutation;
+        let is_whole = matches!(&piece, Some(Mutation::Body(it)) if it.ends_with(b"}"));
+        assert_eq!(is_whole, nth == 0, "{piece:?}");
+    }
+    talk.begin(EVENTS, None).await;
+    let one = delta("a", 4);
+    for (data, end) in [(one.as_str(), false), (usage_chunk(), false), (DONE, true)] {
+        talk.say(Said::ResponseBody(piece_of(data.as_bytes(), end)))
+            .await;
+        let piece = body_of(talk.next().await).body_mutation.unwrap().mutation;
+        let is_cleared = matches!(piece, Some(Mutation::ClearBody(true)));
+        assert_eq!(is_cleared, data == usage_chunk(), "{piece:?}");
+    }
+    talk.is_over().await;
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_gateway_that_went_to_the_second_endpoint_has_that_one_charged() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let mut talk = picking.ask(CHAT, 1000, plain()).await;
+    let (endpoints, _) = talk.picked().await;
+    let second = endpoints.split(',').nth(1).unwrap().to_owned();
+    talk.streamed().await;
+    let head = talk.begin(EVENTS, Some(&second)).await;
+    let is_last = second == engines[1].address.to_string();
+    let name = if is_last { "e1" } else { "e0" };
+    assert_eq!(header(&head, "x-quorate-backend").unwrap(), name);
+    assert_eq!(fleet.running(), 1);
+    let one = delta("a", 3);
+    talk.answer(&[&one, DONE]).await;
+    talk.streamed().await;
+    fleet.is_idle().await;
+    assert_eq!(picking.metrics.answers(ServedBy::Further), 1);
+    let charge = fleet.charged().await;
+    assert_eq!((charge.started, charge.ended, charge.output), (2, 2, 3));
+}
+
+#[tokio::test]
+async fn trailers_pass_in_both_directions() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let mut talk = picking.open().await;
+    let head = head_of("POST", "/v1/chat/completions", false);
+    talk.say(Said::RequestHeaders(head)).await;
+    talk.say(Said::RequestBody(piece_of(CHAT.as_bytes(), false)))
+        .await;
+    talk.say(Said::RequestTrailers(HttpTrailers::default()))
+        .await;
+    talk.picked().await;
+    loop {
+        match talk.next().await.response {
+            Some(Heard::RequestBody(_)) => {}
+            Some(Heard::RequestTrailers(_)) => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    talk.begin(EVENTS, None).await;
+    talk.say(Said::ResponseBody(piece_of(DONE.as_bytes(), false)))
+        .await;
+    talk.say(Said::ResponseTrailers(HttpTrailers::default()))
+        .await;
+    body_of(talk.next().await);
+    loop {
+        match talk.next().await.response {
+            Some(Heard::ResponseBody(_)) => {}
+            Some(Heard::ResponseTrailers(_)) => break,
+            other => panic!("{other:?}"),
+        }
+    }
+    talk.is_over().await;
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn gateways_that_show_no_bodies_are_told_what_to_change() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let duplex = BodySendMode::FullDuplexStreamed;
+    for (requests, answers) in [
+        (BodySendMode::None, duplex),
+        (duplex, BodySendMode::None),
+        (BodySendMode::BufferedPartial, duplex),
+    ] {
+        let more = modes(requests, answers, false);
+        let mut talk = picking.ask(CHAT, 1000, more).await;
+        assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
+    }
+    let observing = ProcessingRequest {
+        observability_mode: true,
+        ..plain()
+    };
+    let mut talk = picking.ask(CHAT, 1000, observing).await;
+    assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn messages_out_of_turn_end_the_stream_with_an_error() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let piece = || Said::ResponseBody(piece_of(b"x", false));
+    let again = || Said::RequestHeaders(head_of("POST", "/v1/chat/completions", false));
+    let mut talk = picking.open().await;
+    talk.say(piece()).await;
+    assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
+    for said in [piece(), again(), Said::RequestBody(piece_of(b"x", true))] {
+        let mut talk = picking.ask(CHAT, 1000, plain()).await;
+        talk.picked().await;
+        talk.streamed().await;
+        talk.say(said).await;
+        assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
+    }
+    let mut talk = picking.ask(CHAT, 1000, plain()).await;
+    talk.picked().await;
+    talk.streamed().await;
+    talk.begin(EVENTS, None).await;
+    talk.say(again()).await;
+    assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
+    fleet.is_idle().await;
+    assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 5);
+}
+
+#[tokio::test]
+async fn who_watches_its_health_does_not_keep_a_replica_from_leaving() {
+    let engines = engines().await;
+    let (fleet, _) = start(&engines).await;
+    let listening = Listening::of(&fleet).await;
+    let gateway = Channel::from_shared(format!("http://{}", listening.address)).unwrap();
+    let mut client = HealthClient::new(gateway.connect().await.unwrap());
+    let ask = |service: &str| HealthCheckRequest {
+        service: service.to_owned(),
+    };
+    let unknown = client.check(ask("another")).await.unwrap_err();
+    assert_eq!(unknown.code(), Code::NotFound);
+    let mut watched = Vec::new();
+    for (service, status) in [
+        ("", ServingStatus::Serving),
+        ("another", ServingStatus::ServiceUnknown),
+    ] {
+        let mut told = client.watch(ask(service)).await.unwrap().into_inner();
+        let first = told.message().await.unwrap().unwrap();
+        assert_eq!(first.status(), status, "{service:?}");
+        watched.push(told);
+    }
+    listening.drain.cancel();
+    for mut told in watched {
+        assert_eq!(told.message().await.unwrap(), None);
+    }
+    assert_eq!(listening.server.await.unwrap().cut, 0);
+}

@@ -1,0 +1,179 @@
+//! Messages of a gateway in any order: the first that is out of turn ends the stream with an error that
+//! names it, and whatever comes of them, nothing stays.
+
+use api::proxy::picker::ext_proc::processing_request::Request as Said;
+use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
+use proptest::prelude::*;
+use tonic::Code;
+
+use super::fleet::eventually;
+use super::picking::{CHAT, engines, head_of, headers, modes, piece_of, plain, start};
+
+/// A message of any kind.
+fn any_message() -> impl Strategy<Value = Said> {
+    let piece = (
+        prop::sample::select(vec![CHAT, "", "data: {}\n\n", "{"]),
+        any::<bool>(),
+    )
+        .prop_map(|(data, end)| piece_of(data.as_bytes(), end));
+    let head =
+        (prop::sample::select(vec!["POST", "GET", ""]), any::<bool>()).prop_map(|(method, end)| {
+            let mut head = head_of(method, "/v1/chat/completions", end);
+            let status = headers(&[(":status", "200")]).headers;
+            head.headers.as_mut().unwrap().headers.extend(status);
+            head
+        });
+    prop_oneof![
+        2 => head.clone().prop_map(Said::RequestHeaders),
+        3 => piece.clone().prop_map(Said::RequestBody),
+        2 => head.prop_map(Said::ResponseHeaders),
+        3 => piece.prop_map(Said::ResponseBody),
+        1 => Just(Said::RequestTrailers(HttpTrailers::default())),
+        1 => Just(Said::ResponseTrailers(HttpTrailers::default())),
+    ]
+}
+
+/// The mode of both bodies, and whether a request's comes before its head is answered.
+fn any_mode() -> impl Strategy<Value = (BodySendMode, BodySendMode, bool)> {
+    let mode = prop::sample::select(vec![
+        BodySendMode::FullDuplexStreamed,
+        BodySendMode::Streamed,
+        BodySendMode::Buffered,
+    ]);
+    (mode.clone(), mode, any::<bool>())
+}
+
+/// What a picker waits for.
+enum Turn {
+    Head,
+    Upload { body: Vec<u8> },
+    Answer { may_end: bool },
+    Pieces,
+}
+
+/// The name of the first message that is out of turn; `None`: the stream ends otherwise before one
+/// is read. Told from the protocol alone: a request body that comes whole is one message.
+fn out_of_turn(is_whole: bool, messages: &[Said]) -> Option<&'static str> {
+    let mut turn = Turn::Head;
+    for said in messages {
+        turn = match (turn, said) {
+            (Turn::Head, Said::RequestHeaders(head)) => {
+                let posts = head_of("POST", "/v1/chat/completions", false).headers;
+                let (told, posts) = (head.headers.as_ref()?, posts?);
+                let is_post = told.headers[0] == posts.headers[0];
+                if head.end_of_stream || !is_post {
+                    return None;
+                }
+                Turn::Upload { body: Vec::new() }
+            }
+            (Turn::Upload { mut body }, Said::RequestBody(piece)) => {
+                body.extend_from_slice(&piece.body);
+                match piece.end_of_stream || is_whole {
+                    true if body != CHAT.as_bytes() => return None,
+                    true => Turn::Answer { may_end: is_whole },
+                    false => Turn::Upload { body },
+                }
+            }
+            (Turn::Upload { body }, Said::RequestTrailers(_)) => {
+                if body != CHAT.as_bytes() {
+                    return None;
+                }
+                Turn::Answer { may_end: false }
+            }
+            // It goes on without the picker.
+            (Turn::Upload { .. }, Said::ResponseHeaders(_)) => return None,
+            (Turn::Answer { may_end: true }, Said::RequestTrailers(_)) => {
+                Turn::Answer { may_end: false }
+            }
+            (Turn::Answer { .. }, Said::ResponseHeaders(head)) if !head.end_of_stream => {
+                Turn::Pieces
+            }
+            (Turn::Pieces, Said::ResponseBody(piece)) if !piece.end_of_stream => Turn::Pieces,
+            (Turn::Answer { .. }, Said::ResponseHeaders(_))
+            | (Turn::Pieces, Said::ResponseBody(_) | Said::ResponseTrailers(_)) => return None,
+            (_, said) => return Some(name(said)),
+        };
+    }
+    None
+}
+
+fn name(said: &Said) -> &'static str {
+    match said {
+        Said::RequestHeaders(_) => "request_headers",
+        Said::ResponseHeaders(_) => "response_headers",
+        Said::RequestBody(_) => "request_body",
+        Said::ResponseBody(_) => "response_body",
+        Said::RequestTrailers(_) => "request_trailers",
+        Said::ResponseTrailers(_) => "response_trailers",
+    }
+}
+
+fn begun() -> Vec<Said> {
+    vec![
+        Said::RequestHeaders(head_of("POST", "/v1/chat/completions", false)),
+        Said::RequestBody(piece_of(CHAT.as_bytes(), true)),
+    ]
+}
+
+#[test]
+fn the_first_message_out_of_turn_is_named_and_nothing_stays() {
+    let runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = { runtime }.enable_all().build().unwrap();
+    let (fleet, picking) = runtime.block_on(async {
+        let engines = engines().await;
+        start(&engines).await
+    });
+    let orders = (
+        any_mode(),
+        any::<bool>(),
+        prop::collection::vec(any_message(), 0..7),
+    );
+    let config = ProptestConfig::with_cases(96);
+    proptest!(config, |(((requests, answers, early), is_begun, messages) in orders)| {
+        let start = if is_begun { begun() } else { Vec::new() };
+        let messages: Vec<_> = start.into_iter().chain(messages).collect();
+        let is_whole = match requests {
+            BodySendMode::FullDuplexStreamed => false,
+            BodySendMode::Streamed => !early,
+            _ => true,
+        };
+        let expected = out_of_turn(is_whole, &messages);
+        let ended = runtime.block_on(async {
+            let mut talk = picking.open().await;
+            for (nth, said) in messages.into_iter().enumerate() {
+                let more: ProcessingRequest = match nth {
+                    0 => modes(requests, answers, early),
+                    _ => plain(),
+                };
+                talk.say_with(said, more).await;
+            }
+            talk.say = None;
+            let ended = loop {
+                match talk.hear().await {
+                    Ok(Some(_)) => {}
+                    Ok(None) => break Ok(()),
+                    Err(status) => break Err(status),
+                }
+            };
+            fleet.is_idle().await;
+            eventually("no stream is open", || picking.metrics.streams.get() == 0).await;
+            ended
+        });
+        match (expected, ended) {
+            (Some(name), Err(why)) => {
+                prop_assert_eq!(why.code(), Code::FailedPrecondition);
+                let told = why.message();
+                prop_assert!(told.starts_with(&format!("{name} came ")), "{}: {}", name, told);
+                prop_assert!(told.ends_with(", which no body mode allows"), "{}", told);
+            }
+            (None, Ok(())) => {}
+            // An answer that ends before it is whole.
+            (None, Err(why)) => prop_assert_eq!(why.code(), Code::Aborted, "{}", why),
+            (Some(name), Ok(())) => prop_assert!(false, "{name} was taken"),
+        }
+    });
+    runtime.block_on(async {
+        let charge = fleet.charged().await;
+        assert_eq!(charge.started, charge.ended);
+    });
+}

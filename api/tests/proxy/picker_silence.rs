@@ -1,0 +1,247 @@
+//! Gateways that fall silent, or take nothing: each wait has the bound that it has for clients and engines
+//! of the data port, and nothing of the request stays.
+
+use std::time::Duration;
+
+use api::proxy::picker::PickedOutcome;
+use api::proxy::picker::ext_proc::body_mutation::Mutation;
+use api::proxy::picker::ext_proc::processing_request::Request as Said;
+use api::proxy::picker::ext_proc::processing_response::Response as Heard;
+use api::proxy::picker::ext_proc::{BodySendMode, ProcessingRequest};
+use api::proxy::{ProxySettings, RequestOutcome};
+use tokio::io::AsyncReadExt as _;
+use tokio::net::TcpStream;
+use tokio::time::{interval, timeout};
+use tonic::Code;
+
+use super::engine::delta;
+use super::fleet::{Fleet, PATIENT, eventually};
+use super::picking::{
+    CHAT, EVENTS, Listening, PickingHere, Talk, body_of, engines, head_of, modes, piece_of, plain,
+};
+
+/// A picker in this process, whose waits are all shorter than a test's.
+async fn here(change: impl FnOnce(&mut ProxySettings)) -> (Fleet, PickingHere) {
+    let engines = engines().await;
+    let both = [&engines[0], &engines[1]];
+    let fleet = Fleet::start_with(&both, PATIENT, |settings| {
+        settings.timeouts.first_byte = Duration::from_secs(45);
+        settings.timeouts.answer_idle = Duration::from_secs(40);
+        change(settings);
+    });
+    let fleet = fleet.await;
+    let picking = PickingHere::of(&fleet);
+    (fleet, picking)
+}
+
+fn head() -> Said {
+    Said::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
+}
+
+async fn picked(picking: &PickingHere) -> Talk {
+    let mut talk = picking.open().unwrap();
+    talk.ask(CHAT, 1000, plain()).await;
+    talk.picked().await;
+    talk.streamed().await;
+    talk
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_that_says_nothing_is_ended() {
+    let (fleet, picking) = here(|_| {}).await;
+    let mut talk = picking.open().unwrap();
+    let why = talk.fails().await;
+    assert_eq!(why.code(), Code::DeadlineExceeded);
+    assert_eq!(why.message(), "no request_headers came");
+    fleet.is_idle().await;
+    assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_stops_halfway_is_refused() {
+    let (fleet, picking) = here(|_| {}).await;
+    let (duplex, buffered) = (BodySendMode::FullDuplexStreamed, BodySendMode::Buffered);
+    for mode in [duplex, buffered] {
+        let mut talk = picking.open().unwrap();
+        talk.say_with(head(), modes(mode, mode, false)).await;
+        match mode == duplex {
+            true => talk.say(Said::RequestBody(piece_of(b"{", false))).await,
+            false => drop(talk.next().await),
+        }
+        let (status, body) = talk.refused().await;
+        assert_eq!(status, 408, "{body}");
+        talk.is_over().await;
+    }
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(RequestOutcome::Refused, 408), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_trickles_has_a_time_as_a_whole() {
+    let (fleet, picking) = here(|settings| {
+        settings.timeouts.body = Duration::from_secs(45);
+    })
+    .await;
+    let mut talk = picking.open().unwrap();
+    talk.say(head()).await;
+    let say = talk.say.clone().unwrap();
+    tokio::spawn(async move {
+        let mut ticks = interval(Duration::from_secs(20));
+        let piece = || ProcessingRequest {
+            request: Some(Said::RequestBody(piece_of(b" ", false))),
+            ..plain()
+        };
+        while say.send(piece()).await.is_ok() {
+            ticks.tick().await;
+        }
+    });
+    assert_eq!(talk.refused().await.0, 408);
+    fleet.is_idle().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gateway_that_brings_no_answer_has_its_request_ended() {
+    let (fleet, picking) = here(|_| {}).await;
+    let mut talk = picked(&picking).await;
+    assert_eq!(talk.fails().await.code(), Code::DeadlineExceeded);
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(RequestOutcome::Failed, 504), 1);
+    let charge = fleet.charged().await;
+    assert_eq!((charge.started, charge.ended), (1, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_stops_halfway_ends_the_stream() {
+    let (fleet, picking) = here(|_| {}).await;
+    let mut talk = picked(&picking).await;
+    talk.begin(EVENTS, None).await;
+    let piece = piece_of(delta("a", 3).as_bytes(), false);
+    talk.say(Said::ResponseBody(piece)).await;
+    let told = talk.streamed().await;
+    assert!(told.contains("\"error\""), "its client is told: {told}");
+    talk.is_over().await;
+    fleet.is_idle().await;
+    let charge = fleet.charged().await;
+    assert_eq!((charge.ended, charge.output), (1, 3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gateway_that_takes_nothing_has_left() {
+    let (fleet, picking) = here(|settings| {
+        settings.timeouts.untaken = Duration::from_secs(10);
+        settings.timeouts.first_byte = Duration::from_secs(600);
+    })
+    .await;
+    let talk = picking.open().unwrap();
+    talk.ask(&long_request(), 60_000, plain()).await;
+    eventually("it has left", || {
+        picking.metrics.requests(PickedOutcome::Left) == 1
+    })
+    .await;
+    fleet.is_idle().await;
+}
+
+/// More than what may wait for a gateway.
+fn long_request() -> String {
+    let prompt = "p".repeat(900_000);
+    format!(r#"{{"model":"m","prompt":"{prompt}","stream":true,"max_tokens":9}}"#)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gateway_that_takes_a_request_slowly_does_not_keep_its_place() {
+    let (fleet, picking) = here(|_| {}).await;
+    let body = long_request();
+    let mut talk = picking.open().unwrap();
+    talk.ask(&body, 60_000, plain()).await;
+    let mut ticks = interval(Duration::from_secs(20));
+    let mut bytes = 0;
+    while let Some(message) = talk.hear().await.unwrap() {
+        if let Some(Heard::RequestBody(_)) = &message.response {
+            let Some(Mutation::StreamedResponse(piece)) =
+                body_of(message).body_mutation.unwrap().mutation
+            else {
+                panic!("a body that streams is answered so");
+            };
+            bytes += piece.body.len();
+        }
+        ticks.tick().await;
+    }
+    assert!(0 < bytes && bytes < body.len(), "{bytes} of {}", body.len());
+    fleet.is_idle().await;
+    assert_eq!(picking.metrics.requests(PickedOutcome::Left), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gateway_that_takes_an_answer_slowly_does_not_keep_its_engine() {
+    const PIECES: usize = 40;
+    let (duplex, streamed) = (BodySendMode::FullDuplexStreamed, BodySendMode::Streamed);
+    for mode in [duplex, streamed] {
+        let (fleet, picking) = here(|_| {}).await;
+        let mut talk = picking.open().unwrap();
+        talk.ask(CHAT, 1000, modes(duplex, mode, true)).await;
+        talk.picked().await;
+        talk.streamed().await;
+        talk.begin(EVENTS, None).await;
+        for _ in 0..PIECES {
+            let piece = piece_of(delta("a", 1).as_bytes(), false);
+            talk.say(Said::ResponseBody(piece)).await;
+        }
+        let mut ticks = interval(Duration::from_secs(4));
+        let mut heard = 0;
+        while talk.hear().await.unwrap().is_some() {
+            heard += 1;
+            ticks.tick().await;
+        }
+        assert!(heard < PIECES, "{mode:?}: {heard}");
+        fleet.is_idle().await;
+        assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1, "{mode:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_more_streams_are_open_than_requests_may_be() {
+    let (fleet, picking) = here(|settings| {
+        settings.limits.requests_max = 1;
+        settings.limits.reading_max = 1;
+    })
+    .await;
+    let open = [picking.open().unwrap(), picking.open().unwrap()];
+    let why = picking.open().err().unwrap();
+    assert_eq!(why.code(), Code::ResourceExhausted, "{why}");
+    assert_eq!(picking.metrics.requests(PickedOutcome::Refused), 1);
+    drop(open);
+    eventually("both are gone", || picking.metrics.streams.get() == 0).await;
+    assert!(picking.open().is_ok());
+    fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_connection_that_does_not_begin_is_closed() {
+    let engines = engines().await;
+    let one = [&engines[0]];
+    let fleet = Fleet::start_with(&one, PATIENT, |settings| {
+        settings.timeouts.first_request = Duration::from_millis(20);
+    });
+    let listening = Listening::of(&fleet.await).await;
+    let mut silent = TcpStream::connect(listening.address).await.unwrap();
+    let mut told = Vec::new();
+    let closed = timeout(PATIENT, silent.read_to_end(&mut told)).await;
+    // With unread bytes or not: it is over.
+    drop(closed.expect("it is closed"));
+}
+
+#[tokio::test]
+async fn a_connection_that_does_not_begin_keeps_no_replica_from_leaving() {
+    let engines = engines().await;
+    let one = [&engines[0]];
+    let fleet = Fleet::start_with(&one, PATIENT, |settings| {
+        settings.timeouts.first_request = PATIENT * 2;
+    });
+    let listening = Listening::of(&fleet.await).await;
+    let silent = TcpStream::connect(listening.address).await.unwrap();
+    let open = &listening.metrics.connections;
+    eventually("it is accepted", || open.get() == 1).await;
+    listening.drain.cancel();
+    assert_eq!(listening.server.await.unwrap().cut, 0);
+    drop(silent);
+}

@@ -1,0 +1,350 @@
+//! A picker in front of a fleet, and what gateways say to it: over gRPC, or message by message without a
+//! socket, where time is the test's.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use api::proxy::DrainResult;
+use api::proxy::picker::ext_proc::body_mutation::Mutation;
+use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
+use api::proxy::picker::ext_proc::processing_request::Request as Said;
+use api::proxy::picker::ext_proc::processing_response::Response as Heard;
+use api::proxy::picker::ext_proc::{
+    BodySendMode, CommonResponse, HeaderMap, HeaderMutation, HeaderValue, HttpBody, HttpHeaders,
+    Metadata, ProcessingRequest, ProcessingResponse, ProtocolConfiguration,
+};
+use api::proxy::picker::{Picker, PickerMetrics, PickerServer, PickerSettings};
+use bytes::Bytes;
+use futures_util::StreamExt as _;
+use futures_util::stream::BoxStream;
+use prost_types::value::Kind;
+use prost_types::{ListValue, Struct, Value};
+use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::Status;
+use tonic::transport::Channel;
+
+use super::engine::Engine;
+use super::fleet::{Fleet, PATIENT};
+
+pub(super) const CHAT: &str =
+    r#"{"model":"m","messages":[{"role":"user","content":"hello"}],"stream":true,"max_tokens":9}"#;
+pub(super) const EVENTS: &str = "text/event-stream";
+const DESTINATION: &str = "x-gateway-destination-endpoint";
+
+/// A picker on its listener.
+pub(super) struct Listening {
+    pub(super) metrics: PickerMetrics,
+    pub(super) address: SocketAddr,
+    pub(super) drain: CancellationToken,
+    pub(super) server: JoinHandle<DrainResult>,
+}
+
+/// A picker, and a gateway's connection to it.
+pub(super) struct Picking {
+    pub(super) metrics: PickerMetrics,
+    client: ExternalProcessorClient<Channel>,
+}
+
+/// A picker without a listener, which is asked in this process.
+pub(super) struct PickingHere {
+    pub(super) metrics: PickerMetrics,
+    picker: Arc<Picker>,
+}
+
+impl PickingHere {
+    pub(super) fn of(fleet: &Fleet) -> Self {
+        let metrics = PickerMetrics::default();
+        let settings = PickerSettings::default();
+        let picker = Picker::new(Arc::clone(&fleet.proxy), settings, metrics.clone());
+        Self {
+            metrics,
+            picker: Arc::new(picker),
+        }
+    }
+
+    pub(super) fn open(&self) -> Result<Talk, Status> {
+        let (say, said) = mpsc::channel(64);
+        let said = ReceiverStream::new(said).map(Ok);
+        let peer = http::HeaderValue::from_static("127.0.0.1");
+        let heard = self.picker.follow(said, peer)?.boxed();
+        let say = Some(say);
+        Ok(Talk { say, heard })
+    }
+}
+
+impl Listening {
+    pub(super) async fn of(fleet: &Fleet) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let metrics = PickerMetrics::default();
+        let settings = PickerSettings::default();
+        let picker = Picker::new(Arc::clone(&fleet.proxy), settings, metrics.clone());
+        let server = PickerServer::new(listener, picker, None);
+        let drain = CancellationToken::new();
+        let server = tokio::spawn(server.run_until(drain.clone(), Box::new(|| PATIENT)));
+        Self {
+            metrics,
+            address,
+            drain,
+            server,
+        }
+    }
+}
+
+impl Picking {
+    pub(super) async fn of(fleet: &Fleet) -> Self {
+        let Listening {
+            metrics, address, ..
+        } = Listening::of(fleet).await;
+        let client = ExternalProcessorClient::connect(format!("http://{address}"));
+        let client = client.await.unwrap();
+        Self { metrics, client }
+    }
+
+    pub(super) async fn open(&self) -> Talk {
+        let (say, said) = mpsc::channel(64);
+        let heard = self.client.clone().process(ReceiverStream::new(said)).await;
+        Talk {
+            say: Some(say),
+            heard: heard.unwrap().into_inner().boxed(),
+        }
+    }
+
+    /// A stream whose request was told in pieces of `piece` bytes.
+    pub(super) async fn ask(&self, body: &str, piece: usize, more: ProcessingRequest) -> Talk {
+        let talk = self.open().await;
+        talk.ask(body, piece, more).await;
+        talk
+    }
+}
+
+/// One stream.
+pub(super) struct Talk {
+    pub(super) say: Option<mpsc::Sender<ProcessingRequest>>,
+    heard: BoxStream<'static, Result<ProcessingResponse, Status>>,
+}
+
+impl Talk {
+    /// Tells a request in pieces of `piece` bytes.
+    pub(super) async fn ask(&self, body: &str, piece: usize, more: ProcessingRequest) {
+        let first = head_of("POST", "/v1/chat/completions", false);
+        self.say_with(Said::RequestHeaders(first), more).await;
+        let mut pieces = body.as_bytes().chunks(piece).peekable();
+        while let Some(data) = pieces.next() {
+            let end = pieces.peek().is_none();
+            self.say(Said::RequestBody(piece_of(data, end))).await;
+        }
+    }
+
+    pub(super) async fn say(&self, said: Said) {
+        self.say_with(said, ProcessingRequest::default()).await;
+    }
+
+    pub(super) async fn say_with(&self, said: Said, more: ProcessingRequest) {
+        let request = Some(said);
+        let message = ProcessingRequest { request, ..more };
+        // It may have ended already.
+        drop(self.say.as_ref().unwrap().send(message).await);
+    }
+
+    pub(super) async fn hear(&mut self) -> Result<Option<ProcessingResponse>, Status> {
+        let next = tokio::time::timeout(PATIENT, self.heard.next());
+        next.await.expect("an answer comes in time").transpose()
+    }
+
+    pub(super) async fn next(&mut self) -> ProcessingResponse {
+        self.hear().await.unwrap().expect("another answer comes")
+    }
+
+    /// The endpoints, where the answer to the head has them, with all that is changed there.
+    pub(super) async fn picked(&mut self) -> (String, HeaderMutation) {
+        let message = self.next().await;
+        let common = match message.response {
+            Some(Heard::RequestHeaders(it)) => it.response.unwrap(),
+            Some(Heard::RequestBody(it)) => it.response.unwrap(),
+            other => panic!("{other:?}"),
+        };
+        let headers = common.header_mutation.unwrap();
+        let endpoints = header(&headers, DESTINATION).unwrap();
+        assert!(common.clear_route_cache);
+        let beside = message.dynamic_metadata.unwrap();
+        let Some(Kind::StructValue(beside)) = &beside.fields["envoy.lb"].kind else {
+            panic!("{beside:?}");
+        };
+        let told = Some(Kind::StringValue(endpoints.clone()));
+        assert_eq!(beside.fields[DESTINATION].kind, told);
+        (endpoints, headers)
+    }
+
+    /// A body that streams by itself, of a request or an answer.
+    pub(super) async fn streamed(&mut self) -> String {
+        let mut whole = Vec::new();
+        loop {
+            let common = body_of(self.next().await);
+            let Some(Mutation::StreamedResponse(piece)) = common.body_mutation.unwrap().mutation
+            else {
+                panic!("a body that streams is answered so");
+            };
+            assert!(piece.body.len() <= 62 * 1024);
+            whole.extend_from_slice(&piece.body);
+            if piece.end_of_stream {
+                return String::from_utf8(whole).unwrap();
+            }
+        }
+    }
+
+    /// The answer's head, and the status of it.
+    pub(super) async fn begin(&mut self, kind: &str, served: Option<&str>) -> HeaderMutation {
+        let mut head = head_of("", "", false);
+        let fields = [(":status", "200"), ("content-type", kind)];
+        head.headers = Some(headers(&fields));
+        let more = ProcessingRequest {
+            metadata_context: served.map(|served| {
+                let served = Kind::StringValue(served.to_owned());
+                told("envoy.lb", "x-gateway-destination-endpoint-served", served)
+            }),
+            ..ProcessingRequest::default()
+        };
+        self.say_with(Said::ResponseHeaders(head), more).await;
+        match self.next().await.response {
+            Some(Heard::ResponseHeaders(it)) => it.response.unwrap().header_mutation.unwrap(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub(super) async fn answer(&self, pieces: &[&str]) {
+        for (nth, piece) in pieces.iter().enumerate() {
+            let end = nth + 1 == pieces.len();
+            let piece = piece_of(piece.as_bytes(), end);
+            self.say(Said::ResponseBody(piece)).await;
+        }
+    }
+
+    /// The status and the body that the gateway is to answer itself.
+    pub(super) async fn refused(&mut self) -> (i32, String) {
+        match self.next().await.response {
+            Some(Heard::ImmediateResponse(it)) => {
+                let body = String::from_utf8(it.body.to_vec()).unwrap();
+                (it.status.unwrap().code, body)
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub(super) async fn is_over(&mut self) {
+        assert_eq!(self.hear().await.unwrap(), None);
+    }
+
+    /// The error that ends the stream, whatever comes before.
+    pub(super) async fn fails(&mut self) -> Status {
+        loop {
+            match self.hear().await {
+                Ok(Some(_)) => {}
+                Ok(None) => panic!("the stream ended without an error"),
+                Err(status) => return status,
+            }
+        }
+    }
+}
+
+pub(super) fn body_of(message: ProcessingResponse) -> CommonResponse {
+    match message.response {
+        Some(Heard::RequestBody(it) | Heard::ResponseBody(it)) => it.response.unwrap(),
+        other => panic!("{other:?}"),
+    }
+}
+
+pub(super) fn piece_of(data: &[u8], end_of_stream: bool) -> HttpBody {
+    HttpBody {
+        body: Bytes::copy_from_slice(data),
+        end_of_stream,
+    }
+}
+
+pub(super) fn headers(fields: &[(&str, &str)]) -> HeaderMap {
+    let field = |(key, value): &(&str, &str)| HeaderValue {
+        key: (*key).to_owned(),
+        value: String::new(),
+        raw_value: Bytes::copy_from_slice(value.as_bytes()),
+    };
+    HeaderMap {
+        headers: fields.iter().map(field).collect(),
+    }
+}
+
+pub(super) fn head_of(method: &str, path: &str, end_of_stream: bool) -> HttpHeaders {
+    let fields = [
+        (":method", method),
+        (":path", path),
+        (":authority", "models.example"),
+        ("content-type", "application/json"),
+        ("content-length", "88"),
+        ("accept-encoding", "gzip"),
+        ("x-quorate-user", "ada"),
+    ];
+    HttpHeaders {
+        headers: Some(headers(&fields)),
+        end_of_stream,
+    }
+}
+
+pub(super) fn header(mutation: &HeaderMutation, name: &str) -> Option<String> {
+    let mut all = mutation.set_headers.iter().flat_map(|it| &it.header);
+    let found = all.find(|it| it.key == name)?;
+    Some(String::from_utf8(found.raw_value.to_vec()).unwrap())
+}
+
+pub(super) fn told(namespace: &str, key: &str, kind: Kind) -> Metadata {
+    let fields = [(key.to_owned(), Value { kind: Some(kind) })].into();
+    Metadata {
+        filter_metadata: [(namespace.to_owned(), Struct { fields })].into(),
+    }
+}
+
+/// A hint that restricts the choice.
+pub(super) fn only(endpoints: &[String]) -> ProcessingRequest {
+    let value = |text: &String| Value {
+        kind: Some(Kind::StringValue(text.clone())),
+    };
+    let list = Kind::ListValue(ListValue {
+        values: endpoints.iter().map(value).collect(),
+    });
+    let key = "x-gateway-destination-endpoint-subset";
+    ProcessingRequest {
+        metadata_context: Some(told("envoy.lb.subset_hint", key, list)),
+        ..ProcessingRequest::default()
+    }
+}
+
+pub(super) fn modes(
+    requests: BodySendMode,
+    answers: BodySendMode,
+    early: bool,
+) -> ProcessingRequest {
+    ProcessingRequest {
+        protocol_config: Some(ProtocolConfiguration {
+            request_body_mode: requests.into(),
+            response_body_mode: answers.into(),
+            send_body_without_waiting_for_header_response: early,
+        }),
+        ..ProcessingRequest::default()
+    }
+}
+
+pub(super) fn plain() -> ProcessingRequest {
+    ProcessingRequest::default()
+}
+
+pub(super) async fn engines() -> [Engine; 2] {
+    [Engine::dead().await, Engine::dead().await]
+}
+
+pub(super) async fn start(engines: &[Engine; 2]) -> (Fleet, Picking) {
+    let fleet = Fleet::start(&[&engines[0], &engines[1]]).await;
+    let picking = Picking::of(&fleet).await;
+    (fleet, picking)
+}

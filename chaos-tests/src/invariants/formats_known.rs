@@ -1,0 +1,95 @@
+//! Replicas of several builds: no entry is committed that the build of a replica could not read, the
+//! one that it runs or, while it is away, the one that it ran; and none restores a snapshot of a later
+//! version.
+
+use state::codec::{decode_envelope, format_of};
+
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I130";
+/// As a statement.
+pub const NAME: &str = "no entry or snapshot is of a format that a member does not know";
+
+/// Looks at every entry that was applied first while there were several builds.
+///
+/// # Errors
+/// When one is of a later format than the oldest build knew.
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    let mut subjects = 0;
+    for (index, known) in &record.observation.formats {
+        let entry = record.observation.log.get(index);
+        let Some(command) = entry.and_then(|it| it.command.as_deref()) else {
+            continue;
+        };
+        // What cannot be decoded breaks other properties.
+        let Ok(envelope) = decode_envelope(command) else {
+            continue;
+        };
+        subjects += 1;
+        let format = format_of(&envelope.command);
+        if format > *known {
+            let detail = format!("entry {index} is of format {format}, a member knows {known}");
+            return Err(super::violation(NUMBER, NAME, detail));
+        }
+    }
+    for (run, version, known) in &record.observation.snapshots {
+        subjects += 1;
+        if *version > u16::from(*known) {
+            let detail =
+                format!("{run} restored a snapshot of version {version}, it knows {known}");
+            return Err(super::violation(NUMBER, NAME, detail));
+        }
+    }
+    Ok(subjects)
+}
+
+#[cfg(test)]
+mod tests {
+    use state::command::{Command, Envelope, Lane, Origin};
+    use state::ids::{ApiKeyId, ReplicaId, SessionId};
+
+    use super::*;
+    use crate::invariants::fixture::run;
+
+    /// A cluster whose oldest build knows `known`, in which a key was ended: format 6.
+    fn ended_key(known: u8) -> RunRecord {
+        let envelope = Envelope {
+            origin: Origin {
+                replica: ReplicaId(1),
+                session: SessionId(1),
+                lane: Lane::Admin,
+                seq: 2,
+            },
+            proposed_at_ms: 1,
+            command: Command::EndKey { id: ApiKeyId(1) },
+        };
+        let bytes = state::codec::encode_envelope(&envelope);
+        let mut record = RunRecord::default();
+        let observation = &mut record.observation;
+        observation.builds = [(ReplicaId(1), 10), (ReplicaId(2), known)].into();
+        observation.applied(1, run(1, 1), 1, None, Some(0));
+        observation.applied(2, run(1, 1), 2, Some(&bytes), Some(0));
+        // Later changes do not count.
+        observation.builds.insert(ReplicaId(1), 4);
+        observation.applied(3, run(2, 1), 2, Some(&bytes), Some(0));
+        record
+    }
+
+    #[test]
+    fn an_entry_that_somebody_cannot_read_is_seen() {
+        assert_eq!(check(&ended_key(6)), Ok(1));
+        let broken = check(&ended_key(5)).unwrap_err();
+        assert_eq!(broken.detail, "entry 2 is of format 6, a member knows 5");
+        assert_eq!(check(&RunRecord::default()), Ok(0));
+    }
+
+    #[test]
+    fn so_is_a_snapshot() {
+        let mut record = ended_key(6);
+        record.observation.snapshots = vec![(run(1, 1), 6, 6), (run(2, 1), 7, 6)];
+        let broken = check(&record).unwrap_err();
+        assert!(broken.detail.ends_with("version 7, it knows 6"), "{broken}");
+    }
+}

@@ -1,0 +1,357 @@
+//! Prefill and decode apart as SGLang has them: engines that meet in rooms.
+//!
+//! A prefill engine listens on a bootstrap port. Both engines get a request with that address and
+//! the number of a room. The one that answers connects and names the room; the other computes the
+//! prompt once somebody is there, takes as long as the transfer would, says so, and answers its own
+//! request. Who leaves closes the connection, which ends the other's request too. A room nobody
+//! joins, or opens, is given up after a while; a request without one is refused. Time moves, bytes
+//! do not.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use http::StatusCode;
+use serde::Deserialize;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::driver::{DriverCore, Latest};
+use super::model::ComputeJob;
+use super::rejection::{RequestRejection, read};
+use super::transfer::TransferOptions;
+
+/// Rooms of one engine at a time.
+const ROOMS_MAX: usize = 4096;
+/// Longest number of a room, with the line's end.
+const LINE_BYTES_MAX: u64 = 32;
+/// What a prefill engine says when the blocks have gone over.
+const DONE: &[u8] = b"ok\n";
+
+/// Which stage an engine computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum RoomMode {
+    /// Prompts.
+    Prefill,
+    /// Answers.
+    Decode,
+}
+
+impl RoomMode {
+    /// As SGLang names it.
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+/// An engine that meets others in rooms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RoomOptions {
+    /// The stage that it computes.
+    pub mode: RoomMode,
+    /// Where a prefill engine lets others in; port 0 takes a free one.
+    pub bootstrap: SocketAddr,
+    /// How long transfers take, and which fail.
+    pub transfer: TransferOptions,
+    /// How long an engine waits in a room for the other one.
+    pub patience: Duration,
+}
+
+impl RoomOptions {
+    /// An engine in this mode, with SGLang's patience and a free port.
+    #[must_use]
+    pub fn of(mode: RoomMode) -> Self {
+        Self {
+            mode,
+            bootstrap: SocketAddr::from(([127, 0, 0, 1], 0)),
+            transfer: TransferOptions::default(),
+            patience: Duration::from_secs(300),
+        }
+    }
+}
+
+/// Where a request's engines meet.
+#[derive(Debug, Deserialize)]
+pub(super) struct RoomAddress {
+    #[serde(default)]
+    bootstrap_host: Option<OneOrList<String>>,
+    #[serde(default)]
+    bootstrap_port: Option<OneOrList<u16>>,
+    #[serde(default)]
+    bootstrap_room: Option<OneOrList<u64>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum OneOrList<T> {
+    One(T),
+    List(Vec<T>),
+}
+
+impl<T: Clone> OneOrList<T> {
+    /// The only one: this engine makes one choice of one prompt.
+    fn only(&self) -> Option<&T> {
+        match self {
+            Self::One(only) => Some(only),
+            Self::List(list) => match &list[..] {
+                [only] => Some(only),
+                _ => None,
+            },
+        }
+    }
+}
+
+/// A room and where it is.
+#[derive(Debug)]
+pub(super) struct Room {
+    host: String,
+    port: u16,
+    number: u64,
+}
+
+/// One side of a room that the other has not come to.
+#[derive(Debug)]
+enum WaitingSide {
+    /// The request, which computes the prompt once somebody is there.
+    Prefill(oneshot::Sender<TcpStream>),
+    /// Who wants its blocks.
+    Decode(TcpStream),
+}
+
+type WaitingRooms = Arc<Mutex<HashMap<u64, WaitingSide>>>;
+
+/// The rooms of an engine.
+#[derive(Debug)]
+pub(super) struct EngineRooms {
+    options: RoomOptions,
+    /// Where it lets others in.
+    address: SocketAddr,
+    speed: f64,
+    waiting: WaitingRooms,
+    transfers: AtomicU64,
+}
+
+/// A room that is waited in; given up when dropped.
+struct OpenRoom<'a> {
+    rooms: &'a EngineRooms,
+    number: u64,
+    joined: oneshot::Receiver<TcpStream>,
+}
+
+impl Drop for OpenRoom<'_> {
+    fn drop(&mut self) {
+        lock(&self.rooms.waiting).remove(&self.number);
+    }
+}
+
+impl EngineRooms {
+    /// Opens the bootstrap port, if it is a prefill engine's.
+    pub(super) async fn start(
+        options: RoomOptions,
+        speed: f64,
+        (stop, tasks): (&CancellationToken, &TaskTracker),
+    ) -> io::Result<Self> {
+        let waiting = WaitingRooms::default();
+        let mut address = options.bootstrap;
+        if options.mode == RoomMode::Prefill {
+            let listener = TcpListener::bind(options.bootstrap).await?;
+            address = listener.local_addr()?;
+            let doors = admit(listener, Arc::clone(&waiting), options.patience);
+            tasks.spawn(stop.clone().run_until_cancelled_owned(doors));
+        }
+        Ok(Self {
+            options,
+            address,
+            speed,
+            waiting,
+            transfers: AtomicU64::new(0),
+        })
+    }
+
+    pub(super) fn mode(&self) -> RoomMode {
+        self.options.mode
+    }
+
+    /// Where it lets others in.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The room that a request names.
+    ///
+    /// # Errors
+    /// As SGLang says it, if there is none.
+    pub(super) fn of(body: &[u8]) -> Result<Room, RequestRejection> {
+        let told: RoomAddress = read(body, None)?;
+        let number = told.bootstrap_room.as_ref().and_then(OneOrList::only);
+        let host = told.bootstrap_host.as_ref().and_then(OneOrList::only);
+        let port = told.bootstrap_port.as_ref().and_then(OneOrList::only);
+        match (number, host, port) {
+            (Some(number), Some(host), Some(port)) => Ok(Room {
+                host: host.clone(),
+                port: *port,
+                number: *number,
+            }),
+            _ => Err(RequestRejection::bad_request(
+                "Invalid request: Disaggregated request received without bootstrap room id.",
+                None,
+            )),
+        }
+    }
+
+    /// Computes a prompt for whoever comes to the room, and hands it over.
+    ///
+    /// # Errors
+    /// Nobody came, or they left, or the transfer failed.
+    pub(super) async fn compute(
+        &self,
+        core: &Arc<DriverCore>,
+        job: ComputeJob,
+        room: &Room,
+    ) -> Result<Latest, RequestRejection> {
+        let tokens = job.sequence.prompt_tokens();
+        let mut open = self.open(room.number)?;
+        let joined = timeout(self.options.patience, &mut open.joined);
+        let mut peer = match joined.await {
+            Ok(Ok(peer)) => peer,
+            Ok(Err(_)) | Err(_) => return Err(failed("timed out in KVPoll.Bootstrapping")),
+        };
+        let ticket = core.submit(job);
+        let end = tokio::select! {
+            biased;
+            () = is_left(&mut peer) => return Err(failed("the decode instance could be dead")),
+            end = ticket.finished() => end,
+        };
+        let number = self.transfers.fetch_add(1, Ordering::Relaxed) + 1;
+        let TransferOptions {
+            base,
+            tokens_per_s,
+            lost_every,
+            ..
+        } = self.options.transfer;
+        if lost_every > 0 && number.is_multiple_of(u64::from(lost_every)) {
+            return Err(failed("KVTransferError: the transfer was lost"));
+        }
+        let time = base.as_secs_f64() + f64::from(tokens) / f64::from(tokens_per_s.max(1));
+        tokio::time::sleep(Duration::from_secs_f64(time / self.speed)).await;
+        match peer.write_all(DONE).await {
+            Ok(()) => Ok(end),
+            Err(_) => Err(failed("the decode instance could be dead")),
+        }
+    }
+
+    /// Waits in the room until the prompt is computed and has come over.
+    ///
+    /// # Errors
+    /// The other engine is not there, or fails.
+    pub(super) async fn fetch(&self, room: &Room) -> Result<(), RequestRejection> {
+        let fetched = async {
+            let host = room.host.trim_start_matches('[').trim_end_matches(']');
+            let mut peer = TcpStream::connect((host, room.port)).await?;
+            peer.write_all(format!("{}\n", room.number).as_bytes())
+                .await?;
+            let mut said = Vec::new();
+            peer.take(LINE_BYTES_MAX).read_to_end(&mut said).await?;
+            io::Result::Ok(said == DONE)
+        };
+        match timeout(self.options.patience, fetched).await {
+            Ok(Ok(true)) => Ok(()),
+            Ok(Ok(false)) => Err(failed("the prefill instance could be dead")),
+            Ok(Err(error)) => Err(failed(&format!("could not fetch: {error}"))),
+            Err(_) => Err(failed("timed out in KVPoll.WaitingForInput")),
+        }
+    }
+
+    fn open(&self, number: u64) -> Result<OpenRoom<'_>, RequestRejection> {
+        let (tell, joined) = oneshot::channel();
+        let mut waiting = lock(&self.waiting);
+        match waiting.remove(&number) {
+            Some(WaitingSide::Decode(peer)) => drop(tell.send(peer)),
+            Some(other @ WaitingSide::Prefill(_)) => {
+                waiting.insert(number, other);
+                return Err(failed("the room is taken"));
+            }
+            None if waiting.len() >= ROOMS_MAX => return Err(failed("too many rooms")),
+            None => {
+                waiting.insert(number, WaitingSide::Prefill(tell));
+            }
+        }
+        drop(waiting);
+        Ok(OpenRoom {
+            rooms: self,
+            number,
+            joined,
+        })
+    }
+}
+
+/// Lets in who names a room.
+async fn admit(listener: TcpListener, waiting: WaitingRooms, patience: Duration) {
+    let comers = TaskTracker::new();
+    while let Ok((peer, _)) = listener.accept().await {
+        let waiting = Arc::clone(&waiting);
+        comers.spawn(async move {
+            // Who names no room is nobody.
+            let Ok(Ok(Some(number))) = timeout(patience, join(peer, &waiting)).await else {
+                return;
+            };
+            tokio::time::sleep(patience).await;
+            let mut waiting = lock(&waiting);
+            if let Some(WaitingSide::Decode(_)) = waiting.get(&number) {
+                waiting.remove(&number);
+            }
+        });
+    }
+}
+
+/// Answers the room that `peer` waits in, if nobody was there.
+async fn join(mut peer: TcpStream, waiting: &WaitingRooms) -> io::Result<Option<u64>> {
+    let mut line = String::new();
+    let mut reader = BufReader::new((&mut peer).take(LINE_BYTES_MAX));
+    reader.read_line(&mut line).await?;
+    let Ok(number) = line.trim_end().parse::<u64>() else {
+        return Ok(None);
+    };
+    let mut waiting = lock(waiting);
+    match waiting.remove(&number) {
+        Some(WaitingSide::Prefill(tell)) => drop(tell.send(peer)),
+        // Somebody was there before.
+        Some(other @ WaitingSide::Decode(_)) => {
+            waiting.insert(number, other);
+        }
+        None if waiting.len() < ROOMS_MAX => {
+            waiting.insert(number, WaitingSide::Decode(peer));
+            return Ok(Some(number));
+        }
+        None => {}
+    }
+    Ok(None)
+}
+
+/// Waits until the other side closes the connection.
+async fn is_left(peer: &mut TcpStream) {
+    let mut said = [0; 1];
+    while peer.read(&mut said).await.is_ok_and(|length| length > 0) {}
+}
+
+fn lock(rooms: &WaitingRooms) -> MutexGuard<'_, HashMap<u64, WaitingSide>> {
+    rooms.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn failed(why: &str) -> RequestRejection {
+    RequestRejection {
+        status: StatusCode::INTERNAL_SERVER_ERROR,
+        message: format!("KV transfer failed: {why}"),
+        param: None,
+    }
+}

@@ -1,0 +1,109 @@
+//! Messages of a gateway, and what becomes of heads by a picker's answers.
+
+use std::net::SocketAddr;
+
+use anyhow::Context as _;
+use api::proxy::picker::ext_proc::header_value_option::HeaderAppendAction;
+use api::proxy::picker::ext_proc::processing_request::Request as Said;
+use api::proxy::picker::ext_proc::{
+    HeaderMap as ToldHeaders, HeaderMutation, HeaderValue as ToldHeader, HttpBody, HttpHeaders,
+    Metadata,
+};
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue};
+use prost_types::value::Kind;
+use prost_types::{ListValue, Struct, Value};
+
+/// Where a request goes: a header, and a key of metadata.
+pub(super) const DESTINATION: &str = "x-gateway-destination-endpoint";
+
+/// A head, as a message has it.
+pub(super) fn head(pseudo: &[(&str, &str)], headers: &HeaderMap, end: bool) -> HttpHeaders {
+    let told = |key: &str, value: &[u8]| ToldHeader {
+        key: key.to_owned(),
+        value: String::new(),
+        raw_value: Bytes::copy_from_slice(value),
+    };
+    let pseudo = pseudo
+        .iter()
+        .map(|(key, value)| told(key, value.as_bytes()));
+    let fields = headers.iter();
+    let fields = fields.map(|(name, value)| told(name.as_str(), value.as_bytes()));
+    HttpHeaders {
+        headers: Some(ToldHeaders {
+            headers: pseudo.chain(fields).collect(),
+        }),
+        end_of_stream: end,
+    }
+}
+
+/// A piece of a body.
+pub(super) fn piece(body: Bytes, end_of_stream: bool) -> HttpBody {
+    HttpBody {
+        body,
+        end_of_stream,
+    }
+}
+
+/// A piece of a request's body.
+pub(super) fn upload(body: Bytes, end: bool) -> Said {
+    Said::RequestBody(piece(body, end))
+}
+
+fn text(text: String) -> Value {
+    Value {
+        kind: Some(Kind::StringValue(text)),
+    }
+}
+
+fn metadata(namespace: &str, key: &str, value: Value) -> Metadata {
+    let fields = [(key.to_owned(), value)].into();
+    Metadata {
+        filter_metadata: [(namespace.to_owned(), Struct { fields })].into(),
+    }
+}
+
+/// The only endpoints that are offered.
+pub(super) fn subset(endpoints: &[SocketAddr]) -> Metadata {
+    let values = endpoints.iter().map(|it| text(it.to_string())).collect();
+    let list = Value {
+        kind: Some(Kind::ListValue(ListValue { values })),
+    };
+    let key = "x-gateway-destination-endpoint-subset";
+    metadata("envoy.lb.subset_hint", key, list)
+}
+
+/// The endpoint that has answered.
+pub(super) fn served(endpoint: SocketAddr) -> Metadata {
+    let key = "x-gateway-destination-endpoint-served";
+    metadata("envoy.lb", key, text(endpoint.to_string()))
+}
+
+/// The endpoints in metadata.
+pub(super) fn destination(told: Option<&Struct>) -> Option<&str> {
+    let Kind::StructValue(inner) = told?.fields.get("envoy.lb")?.kind.as_ref()? else {
+        return None;
+    };
+    match inner.fields.get(DESTINATION)?.kind.as_ref()? {
+        Kind::StringValue(text) => Some(text),
+        _ => None,
+    }
+}
+
+/// Changes headers as a picker says.
+pub(super) fn change(headers: &mut HeaderMap, by: &HeaderMutation) -> anyhow::Result<()> {
+    for name in &by.remove_headers {
+        headers.remove(name);
+    }
+    for set in &by.set_headers {
+        let field = set.header.as_ref().context("a header without a header")?;
+        let name = HeaderName::from_bytes(field.key.as_bytes())?;
+        let value = HeaderValue::from_bytes(&field.raw_value)?;
+        match set.append_action() {
+            HeaderAppendAction::OverwriteIfExistsOrAdd => drop(headers.insert(name, value)),
+            HeaderAppendAction::AppendIfExistsOrAdd => drop(headers.append(name, value)),
+            other => anyhow::bail!("a picker asks for {}", other.as_str_name()),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,405 @@
+//! One request's stream with a picker, by the rules of Envoy's filter.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+
+use anyhow::{Context as _, bail, ensure};
+use api::proxy::picker::ext_proc::body_mutation::Mutation;
+use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
+use api::proxy::picker::ext_proc::processing_request::Request as Said;
+use api::proxy::picker::ext_proc::processing_response::Response as Heard;
+use api::proxy::picker::ext_proc::{
+    BodySendMode, CommonResponse, ImmediateResponse, ProcessingRequest, ProcessingResponse,
+    ProtocolConfiguration,
+};
+use bytes::Bytes;
+use http::{HeaderMap, StatusCode, response};
+use prost_types::Struct;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+use tonic::transport::Channel;
+
+use super::messages::{DESTINATION, change, destination, head, piece, served, subset, upload};
+use super::{GatewayAnswer, GatewayOptions, GatewayRequest};
+
+/// Most messages on their way to a picker.
+const WAITING_MAX: usize = 16;
+
+/// A stream.
+pub(super) struct PickerTalk {
+    say: mpsc::Sender<ProcessingRequest>,
+    heard: Streaming<ProcessingResponse>,
+    options: GatewayOptions,
+    /// Whether the picker is gone, or ended the stream.
+    is_lost: bool,
+    /// Pieces of the answer that were not answered, where each is by itself; whether it was the last.
+    owed: VecDeque<bool>,
+    /// What was read of the answer and is not sent: where it goes whole.
+    whole: Vec<u8>,
+    is_over: bool,
+}
+
+/// What a picker told of a request.
+pub(super) enum Told {
+    /// Where it goes.
+    Picked(Picked),
+    /// Its answer.
+    Immediate(GatewayAnswer),
+}
+
+/// A request as it goes to an engine.
+pub(super) struct Picked {
+    pub(super) endpoints: Vec<SocketAddr>,
+    pub(super) headers: HeaderMap,
+    pub(super) body: Bytes,
+}
+
+/// What a picker changes of a request.
+#[derive(Default)]
+struct ChangedRequest {
+    headers: HeaderMap,
+    beside: Option<Struct>,
+    body: Vec<u8>,
+}
+
+impl PickerTalk {
+    pub(super) async fn open(
+        mut picker: ExternalProcessorClient<Channel>,
+        options: &GatewayOptions,
+    ) -> anyhow::Result<Self> {
+        let (say, said) = mpsc::channel(WAITING_MAX);
+        let heard = picker.process(ReceiverStream::new(said)).await?;
+        Ok(Self {
+            say,
+            heard: heard.into_inner(),
+            options: options.clone(),
+            is_lost: false,
+            owed: VecDeque::new(),
+            whole: Vec::new(),
+            is_over: false,
+        })
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost
+    }
+
+    /// Whether the answer has passed to its end.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over
+    }
+
+    /// Whether the picker may say something of the answer's body.
+    pub(super) fn is_owed(&self) -> bool {
+        self.options.bodies == BodySendMode::FullDuplexStreamed || !self.owed.is_empty()
+    }
+
+    async fn say(&mut self, message: ProcessingRequest) -> anyhow::Result<()> {
+        let said = self.say.send(message).await;
+        self.is_lost |= said.is_err();
+        said.context("a picker has ended the stream")
+    }
+
+    async fn hear(&mut self) -> anyhow::Result<ProcessingResponse> {
+        match self.heard.message().await {
+            Ok(Some(message)) => Ok(message),
+            Ok(None) => {
+                self.is_lost = true;
+                bail!("a picker ended the stream")
+            }
+            Err(status) => {
+                self.is_lost = true;
+                Err(status.into())
+            }
+        }
+    }
+
+    fn message(said: Said) -> ProcessingRequest {
+        ProcessingRequest {
+            request: Some(said),
+            ..ProcessingRequest::default()
+        }
+    }
+
+    /// Tells the request, and hears where it goes.
+    pub(super) async fn ask(&mut self, request: &GatewayRequest) -> anyhow::Result<Told> {
+        let pseudo = [
+            (":method", request.method.as_str()),
+            (":path", &request.path),
+            (":scheme", "http"),
+            (":authority", "models.example"),
+        ];
+        let mut headers = request.headers.clone();
+        headers.insert("content-length", request.body.len().into());
+        let is_bodiless = request.body.is_empty();
+        let told = head(&pseudo, &headers, is_bodiless);
+        let mode: i32 = self.options.bodies.into();
+        let first = ProcessingRequest {
+            metadata_context: self.options.subset.as_deref().map(subset),
+            protocol_config: Some(ProtocolConfiguration {
+                request_body_mode: mode,
+                response_body_mode: mode,
+                send_body_without_waiting_for_header_response: true,
+            }),
+            ..Self::message(Said::RequestHeaders(told))
+        };
+        self.say(first).await?;
+        let mut changed = ChangedRequest {
+            headers,
+            ..ChangedRequest::default()
+        };
+        let answer = match self.options.bodies {
+            _ if is_bodiless => self.head_answered(&mut changed).await?,
+            BodySendMode::FullDuplexStreamed => self.duplex(request, &mut changed).await?,
+            BodySendMode::Streamed => self.streamed(request, &mut changed).await?,
+            BodySendMode::Buffered => self.buffered(request, &mut changed).await?,
+            other => bail!("the stand-in does not speak {}", other.as_str_name()),
+        };
+        if let Some(answer) = answer {
+            return Ok(Told::Immediate(immediate(answer)?));
+        }
+        picked(changed).map(Told::Picked)
+    }
+
+    async fn upload(&mut self, body: &Bytes) -> anyhow::Result<usize> {
+        let mut left = body.clone();
+        let mut count = 0;
+        while !left.is_empty() {
+            let bytes = left.len().min(self.options.piece_bytes);
+            let part = left.split_to(bytes);
+            let said = self.say(Self::message(upload(part, left.is_empty()))).await;
+            if said.is_err() {
+                // A picker that has answered reads no further.
+                break;
+            }
+            count += 1;
+        }
+        Ok(count)
+    }
+
+    /// The answer to the head; `Some`: to the request itself.
+    async fn head_answered(
+        &mut self,
+        changed: &mut ChangedRequest,
+    ) -> anyhow::Result<Option<ImmediateResponse>> {
+        let message = self.hear().await?;
+        match message.response {
+            Some(Heard::ImmediateResponse(answer)) => return Ok(Some(answer)),
+            Some(Heard::RequestHeaders(it)) => {
+                let common = it.response.unwrap_or_default();
+                ensure!(common.body_mutation.is_none(), "a head has no body");
+                changed.take(&common, message.dynamic_metadata)?;
+            }
+            other => bail!("the head of a request was answered by {other:?}"),
+        }
+        Ok(None)
+    }
+
+    async fn duplex(
+        &mut self,
+        request: &GatewayRequest,
+        changed: &mut ChangedRequest,
+    ) -> anyhow::Result<Option<ImmediateResponse>> {
+        self.upload(&request.body).await?;
+        if let Some(answer) = self.head_answered(changed).await? {
+            return Ok(Some(answer));
+        }
+        loop {
+            let common = match self.hear().await?.response {
+                Some(Heard::RequestBody(it)) => it.response.unwrap_or_default(),
+                other => bail!("the body of a request was answered by {other:?}"),
+            };
+            let (data, end) = streamed_piece(common)?;
+            changed.body.extend_from_slice(&data);
+            if end {
+                return Ok(None);
+            }
+        }
+    }
+
+    async fn streamed(
+        &mut self,
+        request: &GatewayRequest,
+        changed: &mut ChangedRequest,
+    ) -> anyhow::Result<Option<ImmediateResponse>> {
+        let pieces = self.upload(&request.body).await?;
+        if let Some(answer) = self.head_answered(changed).await? {
+            return Ok(Some(answer));
+        }
+        let parts = request.body.chunks(self.options.piece_bytes);
+        for part in parts.take(pieces) {
+            match self.hear().await?.response {
+                Some(Heard::RequestBody(it)) => {
+                    let common = it.response.unwrap_or_default();
+                    changed.body.extend(replaced(common, part)?);
+                }
+                other => bail!("a piece of a request was answered by {other:?}"),
+            }
+        }
+        Ok(None)
+    }
+
+    async fn buffered(
+        &mut self,
+        request: &GatewayRequest,
+        changed: &mut ChangedRequest,
+    ) -> anyhow::Result<Option<ImmediateResponse>> {
+        if let Some(answer) = self.head_answered(changed).await? {
+            return Ok(Some(answer));
+        }
+        let whole = upload(request.body.clone(), true);
+        self.say(Self::message(whole)).await?;
+        let message = self.hear().await?;
+        match message.response {
+            Some(Heard::ImmediateResponse(answer)) => return Ok(Some(answer)),
+            Some(Heard::RequestBody(it)) => {
+                let common = it.response.unwrap_or_default();
+                changed.take(&common, message.dynamic_metadata)?;
+                changed.body = replaced(common, &request.body)?;
+            }
+            other => bail!("the body of a request was answered by {other:?}"),
+        }
+        Ok(None)
+    }
+
+    /// Tells the head of an answer, and who made it; what becomes of its headers.
+    pub(super) async fn answer_head(
+        &mut self,
+        told: &response::Parts,
+        by: SocketAddr,
+    ) -> anyhow::Result<HeaderMap> {
+        let pseudo = [(":status", told.status.as_str())];
+        let message = ProcessingRequest {
+            metadata_context: Some(served(by)),
+            ..Self::message(Said::ResponseHeaders(head(&pseudo, &told.headers, false)))
+        };
+        self.say(message).await?;
+        let mut headers = told.headers.clone();
+        match self.hear().await?.response {
+            Some(Heard::ResponseHeaders(it)) => {
+                let common = it.response.unwrap_or_default();
+                change(&mut headers, &common.header_mutation.unwrap_or_default())?;
+            }
+            other => bail!("the head of an answer was answered by {other:?}"),
+        }
+        Ok(headers)
+    }
+
+    /// Tells what came of the answer's body.
+    pub(super) async fn say_pieces(&mut self, data: &Bytes) -> anyhow::Result<()> {
+        if self.options.bodies == BodySendMode::Buffered {
+            self.whole.extend_from_slice(data);
+            return Ok(());
+        }
+        for part in data.chunks(self.options.piece_bytes) {
+            self.say_piece(Bytes::copy_from_slice(part), false).await?;
+        }
+        Ok(())
+    }
+
+    /// Tells that nothing more comes.
+    pub(super) async fn say_end(&mut self) -> anyhow::Result<()> {
+        let whole = std::mem::take(&mut self.whole);
+        self.say_piece(whole.into(), true).await
+    }
+
+    async fn say_piece(&mut self, data: Bytes, end: bool) -> anyhow::Result<()> {
+        if self.options.bodies != BodySendMode::FullDuplexStreamed {
+            self.owed.push_back(end);
+        }
+        let said = Said::ResponseBody(piece(data, end));
+        self.say(Self::message(said)).await
+    }
+
+    /// Hears what goes on to the client. Cancelled, it loses nothing.
+    pub(super) async fn hear_piece(&mut self) -> anyhow::Result<Vec<u8>> {
+        let common = match self.hear().await?.response {
+            Some(Heard::ResponseBody(it)) => it.response.unwrap_or_default(),
+            other => bail!("the body of an answer was answered by {other:?}"),
+        };
+        if self.options.bodies == BodySendMode::FullDuplexStreamed {
+            let (data, end) = streamed_piece(common)?;
+            self.is_over = end;
+            return Ok(data.to_vec());
+        }
+        let end = self.owed.pop_front().context("a piece too many")?;
+        self.is_over = end;
+        ensure!(
+            common.body_mutation.is_some(),
+            "a piece came back unchanged"
+        );
+        replaced(common, &[])
+    }
+}
+
+impl ChangedRequest {
+    fn take(&mut self, common: &CommonResponse, beside: Option<Struct>) -> anyhow::Result<()> {
+        if let Some(mutation) = &common.header_mutation {
+            ensure!(common.clear_route_cache, "the route is not looked up anew");
+            change(&mut self.headers, mutation)?;
+            self.beside = beside;
+        }
+        Ok(())
+    }
+}
+
+fn picked(changed: ChangedRequest) -> anyhow::Result<Picked> {
+    let ChangedRequest {
+        mut headers,
+        beside,
+        body,
+    } = changed;
+    let told = headers
+        .remove(DESTINATION)
+        .context("no endpoint was told")?;
+    let told = told.to_str()?;
+    ensure!(
+        destination(beside.as_ref()) == Some(told),
+        "header and metadata differ: {told} and {beside:?}"
+    );
+    if let Some(length) = headers.remove("content-length") {
+        let length: usize = length.to_str()?.parse()?;
+        ensure!(
+            length == body.len(),
+            "{length} bytes told, {} sent",
+            body.len()
+        );
+    }
+    let endpoints: Result<_, _> = told.split(',').map(str::parse).collect();
+    Ok(Picked {
+        endpoints: endpoints?,
+        headers,
+        body: body.into(),
+    })
+}
+
+/// A piece of a body that streams by itself, and whether it is the last.
+fn streamed_piece(common: CommonResponse) -> anyhow::Result<(Bytes, bool)> {
+    match common.body_mutation.and_then(|it| it.mutation) {
+        Some(Mutation::StreamedResponse(piece)) => Ok((piece.body, piece.end_of_stream)),
+        other => bail!("expected a streamed piece, got {other:?}"),
+    }
+}
+
+/// What stands in the place of a piece.
+fn replaced(common: CommonResponse, sent: &[u8]) -> anyhow::Result<Vec<u8>> {
+    match common.body_mutation.and_then(|it| it.mutation) {
+        None => Ok(sent.to_vec()),
+        Some(Mutation::Body(body)) => Ok(body.to_vec()),
+        Some(Mutation::ClearBody(true)) => Ok(Vec::new()),
+        other => bail!("expected a piece by itself, got {other:?}"),
+    }
+}
+
+fn immediate(answer: ImmediateResponse) -> anyhow::Result<GatewayAnswer> {
+    let mut headers = HeaderMap::new();
+    change(&mut headers, &answer.headers.unwrap_or_default())?;
+    let code = answer.status.context("no status")?.code;
+    Ok(GatewayAnswer {
+        status: StatusCode::from_u16(u16::try_from(code)?)?,
+        headers,
+        body: answer.body,
+        endpoint: None,
+    })
+}

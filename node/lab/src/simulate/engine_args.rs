@@ -1,0 +1,54 @@
+//! Flags of `quorate simulate` about engines.
+
+use std::time::Duration;
+
+use super::plan::{BLOCK_TOKENS, BatchTimes, EngineModel};
+use super::recorded::RecordedDemand;
+use crate::engine::model::EngineShape;
+
+/// How engines are.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Engines")]
+pub(super) struct SimEngineArgs {
+    /// KV blocks per engine, of 32 tokens, or as long as recorded [default: 8192, or as recorded]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=10_000_000))]
+    blocks: Option<u32>,
+    /// Maximum number of running requests per engine
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    max_num_seqs: u32,
+    /// Maximum number of tokens computed per step
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    max_num_batched_tokens: u32,
+    /// Prompt tokens computed per second
+    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
+    prefill_rate: u32,
+    /// Time of a decode step for a single request
+    #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = humantime::parse_duration)]
+    decode: Duration,
+    /// Static batches of this many requests, which end together
+    #[arg(long, value_name = "B", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub(super) static_batch: Option<u32>,
+}
+
+impl SimEngineArgs {
+    /// An engine, of the size of those recorded unless told otherwise.
+    pub(super) fn model(&self, recorded: Option<&RecordedDemand>) -> EngineModel {
+        // One block is vLLM's null block.
+        let capacity = recorded.and_then(|it| it.capacity_blocks);
+        let capacity = capacity.map_or(8192, |blocks| blocks.saturating_add(1));
+        match self.static_batch {
+            Some(batch_max) => EngineModel::Static(BatchTimes {
+                batch_max,
+                ..BatchTimes::CALIBRATED
+            }),
+            None => EngineModel::Continuous(EngineShape {
+                num_gpu_blocks: self.blocks.unwrap_or(capacity).max(2),
+                block_size: recorded.map_or(BLOCK_TOKENS, |it| it.block_tokens),
+                max_num_seqs: self.max_num_seqs,
+                max_num_batched_tokens: self.max_num_batched_tokens,
+                prefill_tokens_per_s: self.prefill_rate,
+                decode: self.decode,
+            }),
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! What a cluster was asked, from a recording (`api::recording`), as a workload.
+//!
+//! A recording names blocks and has no text, so each block gets a text of its own: prompts that
+//! began alike begin alike here, block for block. What follows the last block is new to everybody.
+//! Answers are not recorded: what stands in the next turn of a chat is not what the simulated engine
+//! said, so that it finds nothing of an answer in its cache.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use api::recording::{RecordedRequest, Recording};
+use serde::Serialize;
+
+use super::times::summary;
+use super::unusable::SimulateArgsError;
+use super::workload::{SimArrival, SimPrompt, SimUser, SimWorkload};
+use crate::engine::text::TOKEN_BYTES;
+use crate::replay::report::LatencySummary;
+use crate::replay::text::passage;
+
+/// Seed of the texts.
+const TEXTS: u64 = 0x7e47;
+
+/// What was asked, and of what.
+#[derive(Debug, Clone)]
+pub struct RecordedDemand {
+    /// The requests.
+    pub workload: SimWorkload,
+    /// Tokens of a block.
+    pub block_tokens: u32,
+    /// Backends that serve the model.
+    pub backends: u16,
+    /// Replicas that were recorded.
+    pub replicas: u8,
+    /// Blocks of the smallest of them; `None`: unknown.
+    pub capacity_blocks: Option<u32>,
+    /// Requests that each of them gets at once; `None`: as many as come, or not all the same.
+    pub limit: Option<u32>,
+    /// What the cluster made of it.
+    pub figures: RecordedFigures,
+}
+
+/// What a cluster made of what it was asked.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RecordedFigures {
+    /// The model.
+    pub model: String,
+    /// Requests for it.
+    pub requests: usize,
+    /// Requests for other models, which are left out.
+    pub left_out: usize,
+    /// Answered to the end.
+    pub ok: usize,
+    /// The policies that decided, with their requests.
+    pub policies: BTreeMap<String, usize>,
+    /// Prompt tokens that engines found in their caches, over those of the requests of which they
+    /// told; `None`: they told of none.
+    pub hit_rate: Option<f64>,
+    /// From when a request was understood to the first byte of its answer, milliseconds.
+    pub ttft_ms: LatencySummary,
+    /// Of that, waiting for its turn and a backend.
+    pub waited_ms: LatencySummary,
+    /// Requests of the busiest backend over an even share.
+    pub busiest_share: f64,
+    /// Requests by backend.
+    pub by_backend: BTreeMap<String, usize>,
+}
+
+impl RecordedDemand {
+    /// The requests for `model`, or for the one that was asked for most.
+    ///
+    /// # Errors
+    /// When there are none, or the model is not among them.
+    pub fn of(recording: &Recording, model: Option<&str>) -> Result<Self, SimulateArgsError> {
+        let model = model_of(recording, model)?;
+        let requests = recording.requests.iter();
+        let mut requests: Vec<_> = requests.filter(|it| it.model == model).collect();
+        requests.sort_by_key(|request| request.at_ms);
+        let block_tokens = block_tokens(&requests);
+        let serves = |models: &[String]| models.iter().any(|it| *it == model || it == "*");
+        let fleet = recording.head.backends.iter();
+        let fleet: Vec<_> = fleet.filter(|it| serves(&it.models)).collect();
+        let figures = RecordedFigures::of(recording, &model, &requests);
+        let backends = match fleet.len() {
+            0 => figures.by_backend.len().max(1),
+            registered => registered,
+        };
+        let capacities = fleet.iter().map(|it| it.capacity_blocks);
+        let capacities: Option<Vec<u32>> = capacities.collect();
+        let limits: BTreeSet<Option<u32>> = fleet.iter().map(|it| it.limit).collect();
+        Ok(Self {
+            workload: workload(&requests, block_tokens, &recording.head.replicas),
+            block_tokens,
+            backends: u16::try_from(backends).unwrap_or(u16::MAX).min(512),
+            replicas: u8::try_from(recording.head.replicas.len().clamp(1, 64)).unwrap_or(1),
+            capacity_blocks: capacities.and_then(|all| all.into_iter().min()),
+            limit: match limits.len() {
+                1 => limits.into_iter().next().flatten(),
+                _ => None,
+            },
+            figures,
+        })
+    }
+}
+
+/// The model that is simulated.
+fn model_of(recording: &Recording, asked: Option<&str>) -> Result<String, SimulateArgsError> {
+    let mut models: BTreeMap<&str, usize> = BTreeMap::new();
+    for request in &recording.requests {
+        *models.entry(&request.model).or_default() += 1;
+    }
+    let most = models.iter().max_by_key(|(_, requests)| **requests);
+    let Some((most, _)) = most else {
+        return Err(SimulateArgsError::new("the recording has no requests"));
+    };
+    let model = asked.unwrap_or(most);
+    if models.contains_key(model) {
+        return Ok(model.to_owned());
+    }
+    let all: Vec<&str> = models.into_keys().collect();
+    Err(SimulateArgsError::new(format!(
+        "no request of the recording is for the model {model:?}, but for {}",
+        all.join(", ")
+    )))
+}
+
+/// Tokens of a block: where they are estimated, as most requests have it.
+fn block_tokens(requests: &[&RecordedRequest]) -> u32 {
+    let mut sizes: BTreeMap<u32, usize> = BTreeMap::new();
+    for request in requests.iter().filter(|it| !it.blocks.is_empty()) {
+        *sizes.entry(request.block_tokens).or_default() += 1;
+    }
+    let most = sizes.into_iter().max_by_key(|(_, requests)| *requests);
+    most.map_or(super::plan::BLOCK_TOKENS, |(tokens, _)| tokens)
+}
+
+fn workload(requests: &[&RecordedRequest], block_tokens: u32, replicas: &[u8]) -> SimWorkload {
+    let mut workload = SimWorkload::default();
+    let mut users: HashMap<&str, usize> = HashMap::new();
+    let begin = requests.first().map_or(0, |first| first.at_ms);
+    let usual_output = usual_output(requests);
+    for (number, request) in (0..).zip(requests) {
+        let user = *users.entry(&request.user).or_insert_with(|| {
+            workload.users.push(SimUser::named(&request.user));
+            workload.users.len() - 1
+        });
+        let replica = replicas.iter().position(|it| *it == request.replica);
+        workload.arrivals.push(SimArrival {
+            at: (request.at_ms - begin).saturating_mul(1000),
+            user,
+            prompt: Arc::new(prompt(request, block_tokens, number)),
+            output_tokens: output(request).unwrap_or(usual_output),
+            replica: replica.and_then(|place| u8::try_from(place).ok()),
+        });
+    }
+    workload
+}
+
+/// The prompt of the `number`th request, in other words.
+fn prompt(request: &RecordedRequest, block_tokens: u32, number: u64) -> SimPrompt {
+    let block_bytes = block_tokens as usize * TOKEN_BYTES;
+    let tokens = prompt_tokens(request, block_tokens) as usize;
+    let mut text = String::with_capacity(tokens * TOKEN_BYTES);
+    for block in &request.blocks {
+        text.push_str(&passage(TEXTS, block.0, block_bytes));
+    }
+    let left = tokens * TOKEN_BYTES - text.len();
+    text.push_str(&passage(!TEXTS, number, left));
+    SimPrompt::cut(text.as_bytes(), block_tokens)
+}
+
+/// Tokens of a prompt: at least those of its blocks, and where blocks are of characters less than
+/// one more, since tokens of other lengths than a block's are estimates there.
+fn prompt_tokens(request: &RecordedRequest, block_tokens: u32) -> u32 {
+    let blocks = u32::try_from(request.blocks.len()).unwrap_or(u32::MAX);
+    let least = blocks.saturating_mul(block_tokens);
+    let told = request.report().and_then(|report| report.prompt_tokens);
+    let told = told.and_then(|tokens| u32::try_from(tokens).ok());
+    let tokens = told.unwrap_or(request.tokens).max(least).max(1);
+    match request.unit.as_str() {
+        "tokens" => tokens,
+        _ => tokens.min(least.saturating_add(block_tokens - 1)),
+    }
+}
+
+/// Output tokens of a request that was answered.
+fn output(request: &RecordedRequest) -> Option<u32> {
+    let report = request.report()?;
+    let tokens = u32::try_from(report.output_tokens).unwrap_or(u32::MAX);
+    (report.end == "finished").then_some(tokens.max(1))
+}
+
+/// The median, for requests that were not answered to the end.
+fn usual_output(requests: &[&RecordedRequest]) -> u32 {
+    let mut all: Vec<u32> = requests.iter().filter_map(|it| output(it)).collect();
+    all.sort_unstable();
+    all.get(all.len() / 2).copied().unwrap_or(1)
+}
+
+impl RecordedFigures {
+    fn of(recording: &Recording, model: &str, requests: &[&RecordedRequest]) -> Self {
+        let (mut prompts, mut cached, mut ok) = (0, 0, 0);
+        let (mut ttft, mut waited) = (Vec::new(), Vec::new());
+        let mut by_backend: BTreeMap<String, usize> = BTreeMap::new();
+        let mut policies: BTreeMap<String, usize> = BTreeMap::new();
+        for request in requests {
+            let Some(last) = request.last() else {
+                continue;
+            };
+            *by_backend.entry(last.backend.clone()).or_default() += 1;
+            *policies.entry(last.policy.clone()).or_default() += 1;
+            waited.push(micros(last.waited_ms));
+            let Some(report) = &last.report else {
+                continue;
+            };
+            ok += usize::from(report.end == "finished");
+            ttft.extend(report.ttft_ms.map(|ms| micros(last.after_ms + ms)));
+            if let (Some(all), Some(found)) = (report.prompt_tokens, report.cached_tokens) {
+                prompts += all;
+                cached += found;
+            }
+        }
+        let busiest = by_backend.values().max().copied().unwrap_or_default();
+        let all: usize = by_backend.values().sum();
+        Self {
+            model: model.to_owned(),
+            requests: requests.len(),
+            left_out: recording.requests.len() - requests.len(),
+            ok,
+            policies,
+            hit_rate: (prompts > 0).then(|| cached as f64 / prompts as f64),
+            ttft_ms: summary(&mut ttft),
+            waited_ms: summary(&mut waited),
+            busiest_share: (busiest * by_backend.len()) as f64 / all.max(1) as f64,
+            by_backend,
+        }
+    }
+}
+
+/// Milliseconds of a file, which may be anything.
+fn micros(ms: f64) -> u64 {
+    (ms.max(0.0) * 1000.0) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write as _;
+
+    use super::*;
+
+    /// A recording of requests for models, with these blocks.
+    fn recording(requests: &[(&str, &[u64])]) -> Recording {
+        let mut text = "{\"quorate_recording\":1,\"replicas\":[1,2],\"salt\":\"s\",\"from_ms\":5,\
+            \"until_ms\":9,\"ended_by\":\"seconds\",\"backends\":[\
+            {\"id\":\"a\",\"models\":[\"m\"],\"capacity_blocks\":100,\"limit\":8},\
+            {\"id\":\"b\",\"models\":[\"*\"],\"capacity_blocks\":90,\"limit\":8},\
+            {\"id\":\"c\",\"models\":[\"n\"]}]}\n"
+            .to_owned();
+        let mut before: BTreeSet<u64> = BTreeSet::new();
+        for (at, (model, blocks)) in requests.iter().enumerate() {
+            let known = blocks.iter().rposition(|block| before.contains(block));
+            let after = known.map(|at| format!(",\"after\":\"{:016x}\"", blocks[at]));
+            let new = &blocks[known.map_or(0, |at| at + 1)..];
+            let new: Vec<String> = new.iter().map(|it| format!("\"{it:016x}\"")).collect();
+            before.extend(blocks.iter());
+            writeln!(
+                text,
+                "{{\"at_ms\":{},\"replica\":2,\"user\":\"u\",\"model\":\"{model}\",\
+                 \"unit\":\"tokens\",\"tokens\":{},\"block_tokens\":16,\"matchable\":1,\
+                 \"stream\":false{},\"blocks\":[{}],\"attempts\":[{{\"after_ms\":1,\
+                 \"waited_ms\":1,\"index\":1,\"policy\":\"cost\",\"candidates\":2,\
+                 \"backend\":\"a\",\"matched\":0,\"reason\":\"jitter\",\"report\":{{\
+                 \"end\":\"finished\",\"prompt_tokens\":{},\"cached_tokens\":10,\
+                 \"output_tokens\":7,\"ttft_ms\":2.5,\"duration_ms\":9}}}}]}}",
+                at + 100,
+                16 * blocks.len() + 3,
+                after.unwrap_or_default(),
+                new.join(","),
+                16 * blocks.len() + 3,
+            )
+            .unwrap();
+        }
+        api::recording::read(&text).unwrap()
+    }
+
+    #[test]
+    fn prompts_begin_alike_as_far_as_they_did() {
+        let recorded = recording(&[("m", &[1, 2, 3]), ("m", &[1, 2]), ("m", &[4]), ("n", &[5])]);
+        let demand = RecordedDemand::of(&recorded, None).unwrap();
+        let chains = demand.workload.arrivals.iter();
+        let chains: Vec<_> = chains.map(|it| it.prompt.identity.chain.to_vec()).collect();
+        assert_eq!((chains[0].len(), chains[1].len()), (3, 2));
+        assert_eq!(chains[0][..2], chains[1][..]);
+        assert_ne!(chains[0][0], chains[2][0]);
+        let engines: Vec<_> = demand.workload.arrivals.iter().collect();
+        let hashes = |at: usize| engines[at].prompt.sequence.hashes();
+        assert_eq!(hashes(0)[..2], hashes(1)[..]);
+        let first = engines[0];
+        assert_eq!(
+            (first.prompt.tokens, first.output_tokens, first.at),
+            (51, 7, 0)
+        );
+        assert_eq!((engines[1].at, engines[1].replica), (1000, Some(1)));
+        let sizes = (demand.block_tokens, demand.backends, demand.replicas);
+        assert_eq!(sizes, (16, 2, 2));
+        assert_eq!((demand.capacity_blocks, demand.limit), (Some(90), Some(8)));
+        let figures = demand.figures;
+        assert_eq!((figures.requests, figures.left_out, figures.ok), (3, 1, 3));
+        assert_eq!(figures.hit_rate, Some(30.0 / 105.0));
+        assert!((figures.ttft_ms.mean - 3.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_model_is_asked_for_by_name() {
+        let recorded = recording(&[("m", &[1]), ("n", &[5]), ("n", &[5, 6])]);
+        let demand = |model| RecordedDemand::of(&recorded, model);
+        assert_eq!(demand(None).unwrap().figures.model, "n");
+        assert_eq!(demand(Some("m")).unwrap().workload.arrivals.len(), 1);
+        let error = demand(Some("k")).unwrap_err().to_string();
+        assert!(error.contains("\"k\"") && error.contains("m, n"), "{error}");
+        let none = RecordedDemand::of(&recording(&[]), None).unwrap_err();
+        assert!(none.to_string().contains("no requests"), "{none}");
+    }
+}

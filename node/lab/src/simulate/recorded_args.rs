@@ -1,0 +1,60 @@
+//! Flags of `quorate simulate` about what a cluster was asked.
+
+use std::fs;
+use std::path::Path;
+
+use api::recording::{self, Recording};
+
+use super::recorded::RecordedDemand;
+use super::unusable::SimulateArgsError;
+
+/// A recording in place of a workload.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Recordings")]
+pub(super) struct RecordedArgs {
+    /// What a cluster was asked: a file of `quorate record`, or admin URLs of replicas, separated by
+    /// commas, whose last decisions are taken. Backends, replicas, blocks and limits are as
+    /// recorded, unless they are given
+    #[arg(
+        long,
+        value_name = "FILE|URL",
+        conflicts_with_all = ["trace", "workload", "experiment"]
+    )]
+    pub(super) from_decisions: Option<String>,
+    /// Model whose requests are simulated [default: that of most requests]
+    #[arg(long, value_name = "NAME", requires = "from_decisions")]
+    model: Option<String>,
+}
+
+impl RecordedArgs {
+    /// The replicas that are to be asked; `None`: none are.
+    pub(super) fn urls(&self) -> Option<&str> {
+        let source = self.from_decisions.as_deref()?;
+        let is_url = source.starts_with("http://") || source.starts_with("https://");
+        is_url.then_some(source)
+    }
+
+    /// What was asked: of `fetched`, else of the file.
+    pub(super) fn demand(
+        &self,
+        fetched: Option<Recording>,
+    ) -> Result<Option<RecordedDemand>, SimulateArgsError> {
+        let Some(source) = &self.from_decisions else {
+            return Ok(None);
+        };
+        let recording = match fetched {
+            Some(fetched) => fetched,
+            None => read(Path::new(source))?,
+        };
+        RecordedDemand::of(&recording, self.model.as_deref()).map(Some)
+    }
+}
+
+fn read(path: &Path) -> Result<Recording, SimulateArgsError> {
+    let shown = path.display();
+    let text = fs::read_to_string(path)
+        .map_err(|error| SimulateArgsError::new(format!("read {shown}: {error}")))?;
+    recording::read(&text).map_err(|error| {
+        SimulateArgsError::new(format!("{shown}:{}: {}", error.line, error.message))
+    })
+}

@@ -1,0 +1,78 @@
+//! The endpoint picker of a replica: its listener, its certificate, its metrics.
+
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use api::metrics::Metrics;
+use api::proxy::picker::{Picker, PickerMetrics, PickerServer, PickerTls};
+use api::proxy::{DrainResult, Proxy};
+use arc_swap::ArcSwap;
+use rustls::ServerConfig;
+use rustls::crypto::ring;
+use rustls::pki_types::PrivatePkcs8KeyDer;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use super::tls::ReplicaCertificates;
+use crate::config::{Config, DrainConfig};
+
+/// What a picker is made of.
+pub(super) struct PickerParts {
+    /// `None`: there is no picker.
+    pub(super) listener: Option<TcpListener>,
+    pub(super) proxy: Arc<Proxy>,
+    pub(super) deadline: Arc<ArcSwap<DrainConfig>>,
+    pub(super) no_more: CancellationToken,
+}
+
+impl PickerParts {
+    /// Starts it, if there is a listener.
+    ///
+    /// # Errors
+    /// If no certificate can be made.
+    pub(super) fn start(
+        self,
+        config: &Config,
+        tls: &ReplicaCertificates,
+        metrics: &Metrics,
+    ) -> anyhow::Result<Option<JoinHandle<DrainResult>>> {
+        let Some(listener) = self.listener else {
+            return Ok(None);
+        };
+        let shown = PickerMetrics::default();
+        metrics.register(|registry| shown.register(registry));
+        let picker = Picker::new(self.proxy, config.epp.clone(), shown);
+        let tls = certificates(config, tls)?;
+        let address = listener.local_addr()?;
+        tracing::info!(epp = %address, "replica picks endpoints for gateways");
+        let server = PickerServer::new(listener, picker, tls);
+        let deadline = self.deadline;
+        let deadline = Box::new(move || *deadline.load().deadline);
+        Ok(Some(tokio::spawn(server.run_until(self.no_more, deadline))))
+    }
+}
+
+/// How the listener speaks TLS; `None`: not at all.
+fn certificates(config: &Config, tls: &ReplicaCertificates) -> anyhow::Result<Option<PickerTls>> {
+    if let Some(files) = tls.epp.clone() {
+        return Ok(Some(Box::new(move || files.current())));
+    }
+    if config.tls.epp.in_the_clear {
+        return Ok(None);
+    }
+    let own = self_signed().context("make a certificate for listen.epp")?;
+    Ok(Some(Box::new(move || Arc::clone(&own))))
+}
+
+/// A certificate that nobody vouches for, for gateways that verify none.
+fn self_signed() -> anyhow::Result<Arc<ServerConfig>> {
+    let made = rcgen::generate_simple_self_signed(["localhost".to_owned()])?;
+    let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
+    let builder = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let builder = builder.with_safe_default_protocol_versions()?;
+    let builder = builder.with_no_client_auth();
+    let mut config = builder.with_single_cert(vec![made.cert.into()], key.into())?;
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(Arc::new(config))
+}

@@ -1,0 +1,317 @@
+//! Replicas that come and go with a StatefulSet, without an operator.
+//!
+//! The StatefulSet says how many pods there are to be, and a pod's name which one it is. Nothing else
+//! tells a pod that restarts from one that is scaled away: both are told to stop, are away for a
+//! while, and have no address meanwhile. So three things are done, each only after the StatefulSet
+//! was read anew, and none when it cannot be read (ADR 0085):
+//!
+//! - a replica that stops and is beyond what is wanted takes itself out, after its last update;
+//! - the leader removes a member beyond it that was away for long: it was killed before it could;
+//! - a replica that was removed and is wanted again asks to be let in with the log that it has.
+//!
+//! `raft` refuses what the others could not do without. Votes are given by the leader there, to any
+//! learner that keeps up.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use api::backends::EngineUrl;
+use api::discovery::{KubernetesAccess, StatefulSetScale};
+use api::ports::BoxFuture;
+use raft::{Replica, Role, Status};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::ticks::every;
+use crate::config::{Config, Formation, StatefulSetConfig};
+
+/// Label of a member that names its StatefulSet.
+pub(super) const LABEL: &str = "statefulset";
+/// Interval at which members are looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Interval at which the StatefulSet is read while somebody may be wanted no more, or again.
+const READ_EVERY: Duration = Duration::from_secs(5);
+/// Longest wait for the StatefulSet by a replica that stops.
+const READ_TIMEOUT: Duration = Duration::from_secs(3);
+/// Longest time that a replica that is wanted no more tries to leave for good.
+const LEAVE_DEADLINE: Duration = Duration::from_secs(10);
+/// Pause between two tries.
+const LEAVE_PAUSE: Duration = Duration::from_millis(200);
+
+/// Who says which replicas there are to be.
+pub trait ScaleSource: Send + Sync {
+    /// Returns it as of now.
+    fn read(&self) -> BoxFuture<'_, Result<StatefulSetScale, String>>;
+}
+
+/// The StatefulSet of a config.
+struct KubernetesScale {
+    access: KubernetesAccess,
+    name: String,
+}
+
+impl ScaleSource for KubernetesScale {
+    fn read(&self) -> BoxFuture<'_, Result<StatefulSetScale, String>> {
+        Box::pin(StatefulSetScale::read(&self.access, &self.name))
+    }
+}
+
+/// Returns the StatefulSet that the config names.
+pub(super) fn source(config: &StatefulSetConfig) -> Option<Arc<dyn ScaleSource>> {
+    let server = config.api_server.as_ref();
+    Some(Arc::new(KubernetesScale {
+        name: config.name.clone()?,
+        access: KubernetesAccess {
+            namespace: config.namespace.clone(),
+            api_server: server.and_then(|server| EngineUrl::parse(&server.0).ok()),
+            token_file: config.token_file.clone(),
+            ca_file: config.ca_file.clone(),
+        },
+    }))
+}
+
+/// Whether replica `id` is wanted. Where none is, the cluster is to stand still, not to end.
+fn wants(scale: StatefulSetScale, id: u8) -> bool {
+    // Ids begin with 1, ordinals with 0.
+    let ordinal = u64::from(id).saturating_sub(1);
+    let end = scale.first.saturating_add(scale.replicas);
+    scale.replicas == 0 || (scale.first..end).contains(&ordinal)
+}
+
+/// Brings the members to what is wanted, as far as it is this replica's to do.
+pub(super) struct Scaling {
+    source: Arc<dyn ScaleSource>,
+    /// Name of the StatefulSet.
+    set: String,
+    absent_after: Duration,
+    /// Fewest voters that are left.
+    voters_min: usize,
+    /// Why something is not as wanted.
+    held: Mutex<Option<String>>,
+}
+
+impl Scaling {
+    /// Creates it for a replica of the StatefulSet in its config, if there is one.
+    pub(super) fn new(config: &Config, source: Option<Arc<dyn ScaleSource>>) -> Option<Arc<Self>> {
+        let set = &config.cluster.statefulset;
+        Some(Arc::new(Self {
+            source: source?,
+            set: set.name.clone()?,
+            absent_after: *set.remove_absent_after,
+            voters_min: match &config.formation {
+                Formation::Peers { expect, .. } | Formation::Dns { expect, .. } => *expect,
+                Formation::Alone | Formation::Join(_) => 1,
+            },
+            held: Mutex::default(),
+        }))
+    }
+
+    /// Returns why something is not as wanted.
+    pub(super) fn held(&self) -> Option<String> {
+        let held = self.held.lock();
+        held.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn hold(&self, why: Option<String>) {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        if *held != why {
+            if let Some(why) = &why {
+                tracing::warn!(why, "members are not as wanted");
+            }
+            *held = why;
+        }
+    }
+
+    /// Removes members that are gone and lets this replica in again, until `stop`.
+    pub(super) async fn follow(self: Arc<Self>, replica: Replica, stop: CancellationToken) {
+        let mut ticks = every(LOOK_EVERY);
+        let (mut absences, mut read) = (Absences::default(), None);
+        while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+            let (status, now) = (replica.status(), Instant::now());
+            let leads = status.role == Role::Leader && status.has_quorum;
+            let absent = match leads {
+                true => absences.look(now, &self.pods(&status), self.absent_after),
+                false => {
+                    absences = Absences::default();
+                    Vec::new()
+                }
+            };
+            if absent.is_empty() && !status.is_removed {
+                self.hold(None);
+                read = None;
+                continue;
+            }
+            if read.is_some_and(|at| now.duration_since(at) < READ_EVERY) {
+                continue;
+            }
+            read = Some(now);
+            let scale = stop.run_until_cancelled(self.source.read()).await;
+            let why = match scale {
+                None => return,
+                Some(Ok(scale)) if status.is_removed => self.come_back(&replica, scale).await,
+                Some(Ok(scale)) => {
+                    let removed = self.remove_one(&replica, scale, &absent).await;
+                    if removed == Ok(true) {
+                        // The next one, if any, need not wait.
+                        read = None;
+                    }
+                    removed.err()
+                }
+                Some(Err(why)) => Some(format!(
+                    "StatefulSet {} cannot be read, and {}: {why}",
+                    self.set,
+                    told(&absent)
+                )),
+            };
+            self.hold(why);
+        }
+    }
+
+    /// The pods of the StatefulSet among the members, each with whether it is there.
+    fn pods(&self, status: &Status) -> BTreeMap<u8, bool> {
+        let members = status.members.iter();
+        let pods = members.filter(|(_, member)| member.labels.get(LABEL) == Some(&self.set));
+        pods.map(|(id, member)| (*id, member.is_connected || *id == status.id))
+            .collect()
+    }
+
+    /// Removes the last of the absent members that are wanted no more; whether it did. The error is
+    /// why not.
+    async fn remove_one(
+        &self,
+        replica: &Replica,
+        scale: StatefulSetScale,
+        absent: &[u8],
+    ) -> Result<bool, String> {
+        let Some(id) = absent.iter().rev().find(|id| !wants(scale, **id)) else {
+            return Ok(false);
+        };
+        match replica.remove_absent(*id, self.voters_min).await {
+            Ok(index) => {
+                let wanted = scale.replicas;
+                tracing::info!(id, index, wanted, "removed a replica that was scaled away");
+                Ok(true)
+            }
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Asks to be let in again if this replica is wanted. Returns why it is still out.
+    async fn come_back(&self, replica: &Replica, scale: StatefulSetScale) -> Option<String> {
+        if !wants(scale, replica.status().id) {
+            return None;
+        }
+        match replica.rejoin().await {
+            Ok(()) => {
+                tracing::info!("let in again, with the log of before");
+                None
+            }
+            Err(error) => Some(format!("this replica was removed and is wanted: {error}")),
+        }
+    }
+
+    /// Takes this replica out of the cluster if it is wanted no more. Whoever cannot say stays: the
+    /// leader removes it later.
+    pub(super) async fn leave(&self, replica: &Replica) {
+        let status = replica.status();
+        let is_member = status.members.contains_key(&status.id) && !status.is_removed;
+        if !is_member || status.fault.is_some() {
+            return;
+        }
+        let left = tokio::time::timeout(LEAVE_DEADLINE, self.try_to_leave(replica, status.id));
+        if left.await.is_err() {
+            tracing::warn!("stays a member: could not leave in time");
+        }
+    }
+
+    async fn try_to_leave(&self, replica: &Replica, id: u8) {
+        loop {
+            let scale = match tokio::time::timeout(READ_TIMEOUT, self.source.read()).await {
+                Ok(Ok(scale)) => scale,
+                Ok(Err(why)) => {
+                    let set = &self.set;
+                    tracing::warn!(set, why, "stays a member: the StatefulSet cannot be read");
+                    return;
+                }
+                Err(_) => {
+                    tracing::warn!("stays a member: the StatefulSet cannot be read in time");
+                    return;
+                }
+            };
+            if wants(scale, id) {
+                return;
+            }
+            match replica.leave(self.voters_min).await {
+                Ok(index) => {
+                    let wanted = scale.replicas;
+                    tracing::info!(index, wanted, "left the cluster for good");
+                    return;
+                }
+                Err(error) => tracing::warn!(%error, "cannot leave yet"),
+            }
+            tokio::time::sleep(LEAVE_PAUSE).await;
+        }
+    }
+}
+
+fn told(absent: &[u8]) -> String {
+    if absent.is_empty() {
+        return "this replica was removed".to_owned();
+    }
+    let ids: Vec<_> = absent.iter().map(u8::to_string).collect();
+    format!("replicas are away: {}", ids.join(", "))
+}
+
+/// Since when members have been away. Pure: time and observations are arguments.
+#[derive(Debug, Default)]
+struct Absences(BTreeMap<u8, Instant>);
+
+impl Absences {
+    /// Takes note of who is there; returns who has been away for so long, at every look.
+    fn look(&mut self, now: Instant, members: &BTreeMap<u8, bool>, after: Duration) -> Vec<u8> {
+        let is_away = |id: &u8| members.get(id) == Some(&false);
+        self.0.retain(|id, _| is_away(id));
+        for id in members.keys().filter(|id| is_away(id)) {
+            self.0.entry(*id).or_insert(now);
+        }
+        let since = self.0.iter();
+        let long = since.filter(|(_, since)| now.duration_since(**since) >= after);
+        long.map(|(id, _)| *id).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pods_below_the_number_of_replicas_are_wanted() {
+        let wanted = |first, replicas| -> Vec<u8> {
+            let scale = StatefulSetScale { first, replicas };
+            (1..=7).filter(|id| wants(scale, *id)).collect()
+        };
+        assert_eq!(wanted(0, 3), [1, 2, 3]);
+        assert_eq!(wanted(1, 3), [2, 3, 4]);
+        assert_eq!(wanted(0, 9), [1, 2, 3, 4, 5, 6, 7]);
+        // Stopped, not shrunk.
+        assert_eq!(wanted(0, 0), [1, 2, 3, 4, 5, 6, 7]);
+    }
+
+    #[test]
+    fn who_was_seen_meanwhile_was_not_away() {
+        let (mut absences, start) = (Absences::default(), Instant::now());
+        let after = Duration::from_secs(60);
+        let mut look = |seconds: u64, there: &[(u8, bool)]| {
+            let there = there.iter().copied().collect();
+            absences.look(start + Duration::from_secs(seconds), &there, after)
+        };
+        assert!(look(0, &[(4, false), (5, false)]).is_empty());
+        assert!(look(30, &[(4, true), (5, false)]).is_empty());
+        assert_eq!(look(60, &[(4, false), (5, false)]), [5]);
+        assert_eq!(look(120, &[(4, false), (5, false)]), [4, 5]);
+        // One is back, the other a member no more.
+        assert!(look(150, &[(4, true)]).is_empty());
+        assert!(look(151, &[(4, false), (5, false)]).is_empty());
+    }
+}

@@ -1,0 +1,34 @@
+//! `quorate simulate`, with what is fetched from replicas for it.
+
+use std::process::ExitCode;
+
+use lab::simulate::{self, SimulateArgs};
+
+use super::client::AdminTarget;
+use super::record;
+
+/// `quorate simulate`.
+#[derive(Debug, clap::Args)]
+pub(super) struct SimulateCommand {
+    #[command(flatten)]
+    args: SimulateArgs,
+    #[command(
+        flatten,
+        next_help_heading = "Replicas that are asked for their last decisions"
+    )]
+    target: AdminTarget,
+}
+
+/// Runs `quorate simulate`.
+pub(super) fn run(command: &SimulateCommand) -> anyhow::Result<ExitCode> {
+    let fetched = match command.args.urls() {
+        Some(urls) => {
+            let runtime = tokio::runtime::Builder::new_multi_thread()
+                .enable_all()
+                .build()?;
+            Some(runtime.block_on(record::last(&command.target, urls))?)
+        }
+        None => None,
+    };
+    simulate::run(&command.args, fetched)
+}

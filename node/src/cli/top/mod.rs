@@ -1,0 +1,66 @@
+//! `quorate top`: the cluster at work, on one screen or as text.
+//!
+//! Any replica tells of all. Those that members have announced are asked beside those given, so that
+//! another one goes on telling when the one is killed that was asked.
+
+mod observer;
+mod screen;
+mod summary;
+mod tables;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::bail;
+use lab::terminal;
+use serde_json::to_value;
+
+use self::observer::Observer;
+use self::summary::Summary;
+use super::client::AdminTarget;
+use super::read::print_json;
+
+/// `quorate top`.
+#[derive(Debug, clap::Args)]
+pub(super) struct TopArgs {
+    #[command(flatten)]
+    target: AdminTarget,
+    /// Time between two looks at the cluster
+    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = super::watch::interval)]
+    interval: Duration,
+    /// Print what a screen would show, of one interval, and end
+    #[arg(long)]
+    once: bool,
+    /// The same as JSON
+    #[arg(long, requires = "once")]
+    json: bool,
+}
+
+/// Runs `quorate top`.
+pub(super) async fn run(args: TopArgs) -> anyhow::Result<ExitCode> {
+    if !args.once && !std::io::stdout().is_terminal() {
+        bail!("stdout is no terminal: `quorate top --once` prints what a screen would show");
+    }
+    let mut observer = Observer::new(args.target);
+    // A wrong address is told before the screen is taken.
+    let before = observer.look().await?;
+    if !args.once {
+        return screen::run((observer, before), args.interval).await;
+    }
+    tokio::time::sleep(args.interval).await;
+    let now = observer.look().await?;
+    let summary = Summary::of(Some(&before), &now);
+    if args.json {
+        return print_json(&to_value(&summary)?);
+    }
+    terminal::print(format_args!(
+        "{}\n{}\n\n{}\n\n{}\n\n{}",
+        tables::cluster(&summary),
+        tables::total(&summary.total),
+        tables::replicas(&summary.replicas),
+        tables::backends(&summary.backends),
+        tables::users(&summary.users),
+    ))?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,397 @@
+//! What a look at a cluster shows, and what happened since the one before.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::observer::ClusterLook;
+
+/// The cluster at work.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub(super) struct Summary {
+    /// The replica that told.
+    pub(super) asked: Option<u64>,
+    pub(super) leader: Option<u64>,
+    pub(super) term: Option<u64>,
+    pub(super) has_quorum: bool,
+    /// Whether all states that were compared are equal. `None`: none was compared.
+    pub(super) is_agreed: Option<bool>,
+    pub(super) total: TotalRow,
+    pub(super) replicas: Vec<ReplicaRow>,
+    pub(super) backends: Vec<BackendRow>,
+    pub(super) users: Vec<UserRow>,
+}
+
+/// What all replicas do together.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub(super) struct TotalRow {
+    pub(super) requests_per_s: f64,
+    pub(super) failed_per_s: f64,
+    /// Part of the prompt tokens that engines had cached, in thousandths.
+    pub(super) cached_permille: Option<f64>,
+    pub(super) in_flight: u64,
+    pub(super) waiting: u64,
+    /// Who has waited longest for a backend.
+    pub(super) longest: Option<LongestWait>,
+}
+
+/// A user who waits.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct LongestWait {
+    pub(super) user: String,
+    pub(super) waited_ms: u64,
+}
+
+/// One replica. Rates and times are of its last seconds, as it tells the others.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub(super) struct ReplicaRow {
+    pub(super) id: u64,
+    pub(super) role: String,
+    pub(super) state: String,
+    pub(super) is_well: bool,
+    pub(super) applied: Option<u64>,
+    /// Entries that it has not applied, of those that the newest one knows to be committed.
+    pub(super) lag: Option<u64>,
+    pub(super) requests_per_s: Option<f64>,
+    pub(super) failed_per_s: Option<f64>,
+    pub(super) ttft_p50_ms: Option<f64>,
+    pub(super) ttft_p99_ms: Option<f64>,
+    /// What routing added to most requests before they were sent.
+    pub(super) routing_p99_ms: Option<f64>,
+    pub(super) cached_permille: Option<f64>,
+    pub(super) in_flight: Option<u64>,
+    pub(super) waiting: Option<u64>,
+    pub(super) disk_free_permille: Option<f64>,
+}
+
+/// One backend. Rates need two looks.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub(super) struct BackendRow {
+    pub(super) id: String,
+    pub(super) state: String,
+    pub(super) is_well: bool,
+    pub(super) in_flight: u64,
+    pub(super) limit: Option<u64>,
+    /// Requests in the engine's own queue.
+    pub(super) queued: Option<u64>,
+    /// Prompt tokens a second, as the engine counts them.
+    pub(super) prompt_tokens_per_s: Option<f64>,
+    /// Part of them that the engine had cached, in thousandths.
+    pub(super) hit_permille: Option<f64>,
+    pub(super) kv_usage_permille: Option<u64>,
+    pub(super) owned_blocks: u64,
+    pub(super) capacity_blocks: Option<u64>,
+    /// Predicted less reported cached tokens, in thousandths of the prompt tokens.
+    pub(super) error_permille: Option<i64>,
+    /// `exact`, `lease`, ...
+    pub(super) ownership: String,
+}
+
+/// One user. Rates need two looks.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub(super) struct UserRow {
+    /// The name, or the key where the name is not known.
+    pub(super) user: String,
+    pub(super) weight_milli: u64,
+    pub(super) in_flight: u64,
+    pub(super) waiting: u64,
+    pub(super) requests_per_s: Option<f64>,
+    /// Uncached prompt tokens and tokens of answers.
+    pub(super) tokens_per_s: Option<f64>,
+    /// Part of all users' tokens, in thousandths.
+    pub(super) share_permille: Option<f64>,
+    /// What it would be if those who are active had got shares as their weights are.
+    pub(super) fair_permille: Option<f64>,
+    pub(super) counter_milli_tokens: u64,
+}
+
+impl Summary {
+    /// Says what a look shows, and what happened since the one before.
+    pub(super) fn of(before: Option<&ClusterLook>, now: &ClusterLook) -> Self {
+        let seen = &now.replicas;
+        let told = seen["replicas"].as_array().map_or(&[][..], Vec::as_slice);
+        let compared = told
+            .iter()
+            .filter_map(|it| it["digest"]["is_equal"].as_bool());
+        Self {
+            asked: seen["asked"].as_u64(),
+            leader: seen["leader"].as_u64(),
+            term: seen["term"].as_u64(),
+            has_quorum: seen["has_quorum"] == true,
+            is_agreed: compared.reduce(|all, one| all && one),
+            total: TotalRow::of(told),
+            replicas: replicas(told),
+            backends: backends(before, now),
+            users: users(before, now),
+        }
+    }
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+/// Part of a whole in thousandths; `None`: there is nothing to have a part of.
+fn permille(part: f64, whole: f64) -> Option<f64> {
+    (whole > 0.0).then(|| part / whole * 1000.0)
+}
+
+impl TotalRow {
+    fn of(replicas: &[Value]) -> Self {
+        let each = |field: &'static str| replicas.iter().map(move |it| &it["figures"][field]);
+        let rate = |field| each(field).filter_map(Value::as_f64).sum::<f64>();
+        let count = |field| each(field).filter_map(Value::as_u64).sum::<u64>();
+        let longest = each("longest").filter(|it| !it.is_null());
+        let longest = longest.max_by_key(|it| it["waited_ms"].as_u64());
+        Self {
+            requests_per_s: rate("requests_per_s"),
+            failed_per_s: rate("failed_per_s"),
+            cached_permille: permille(rate("cached_tokens"), rate("prompt_tokens")),
+            in_flight: count("in_flight"),
+            waiting: count("waiting"),
+            longest: longest.map(|it| LongestWait {
+                user: text(match it["user"].is_null() {
+                    true => &it["user_key"],
+                    false => &it["user"],
+                }),
+                waited_ms: it["waited_ms"].as_u64().unwrap_or(0),
+            }),
+        }
+    }
+}
+
+fn replicas(told: &[Value]) -> Vec<ReplicaRow> {
+    let committed = told
+        .iter()
+        .filter_map(|it| it["figures"]["committed_index"].as_u64());
+    let committed = committed.max();
+    told.iter().map(|it| replica(it, committed)).collect()
+}
+
+fn replica(told: &Value, committed: Option<u64>) -> ReplicaRow {
+    let figures = &told["figures"];
+    let number = |field: &str| figures[field].as_f64();
+    let count = |field: &str| figures[field].as_u64();
+    let is = |field: &str| figures[field] == true;
+    let state = match () {
+        () if told["is_refusing"] == true => "gone",
+        () if told["is_connected"] != true => "not connected",
+        () if figures.is_null() => "tells nothing",
+        () if is("has_fault") => "storage fault",
+        () if is("is_minority") || told["digest"]["is_equal"] == false => "state differs",
+        () if is("is_log_waiting") => "log waits",
+        () if !is("is_ready") => "not ready",
+        () => "ready",
+    };
+    let role = match (&told["is_leader"], figures["role"].as_str()) {
+        (Value::Bool(true), _) => "leader",
+        (_, Some(role)) => role,
+        (_, None) => "-",
+    };
+    let applied = count("applied_index");
+    let prompts = number("prompt_tokens").unwrap_or(0.0);
+    let disk = number("disk_free_bytes").zip(number("disk_size_bytes"));
+    ReplicaRow {
+        id: told["id"].as_u64().unwrap_or(0),
+        role: role.to_owned(),
+        is_well: state == "ready",
+        state: state.to_owned(),
+        applied,
+        lag: committed
+            .zip(applied)
+            .map(|(all, own)| all.saturating_sub(own)),
+        requests_per_s: number("requests_per_s"),
+        failed_per_s: number("failed_per_s"),
+        ttft_p50_ms: number("ttft_p50_ms"),
+        ttft_p99_ms: number("ttft_p99_ms"),
+        routing_p99_ms: number("routing_p99_ms"),
+        cached_permille: number("cached_tokens").and_then(|cached| permille(cached, prompts)),
+        in_flight: count("in_flight"),
+        waiting: count("waiting"),
+        disk_free_permille: disk.and_then(|(free, size)| permille(free, size)),
+    }
+}
+
+/// What a counter has gained between two looks, a second. A counter that fell back began anew.
+fn per_second(before: Option<u64>, now: Option<u64>, seconds: Option<f64>) -> Option<f64> {
+    let gained = now?.checked_sub(before?)?;
+    Some(gained as f64 / seconds.filter(|seconds| *seconds > 0.0)?)
+}
+
+fn seconds(before: Option<&ClusterLook>, now: &ClusterLook) -> Option<f64> {
+    before.map(|before| (now.at - before.at).as_secs_f64())
+}
+
+/// Entries of the look before, by a field.
+fn by<'a>(entries: Option<&'a Vec<Value>>, field: &str) -> BTreeMap<&'a str, &'a Value> {
+    let entries = entries.into_iter().flatten();
+    entries
+        .filter_map(|entry| Some((entry[field].as_str()?, entry)))
+        .collect()
+}
+
+fn backends(before: Option<&ClusterLook>, now: &ClusterLook) -> Vec<BackendRow> {
+    let seconds = seconds(before, now);
+    let earlier = by(before.map(|before| &before.backends), "id");
+    let row = |backend: &Value| {
+        let id = text(&backend["id"]);
+        let gained = |counter: &str| {
+            let of = |backend: &Value| backend["engine"][counter].as_u64();
+            let before = earlier.get(&*id).and_then(|before| of(before));
+            per_second(before, of(backend), seconds)
+        };
+        let hits = gained("prefix_hit_tokens").zip(gained("prefix_queried_tokens"));
+        let is_open = backend["circuit"]["is_open"] == true;
+        let state = text(&backend["state"]["name"]);
+        BackendRow {
+            is_well: state == "healthy" && !is_open,
+            state: match is_open {
+                true => "circuit open".to_owned(),
+                false => state,
+            },
+            in_flight: backend["in_flight"]["cluster"].as_u64().unwrap_or(0),
+            limit: backend["service"]["limit"].as_u64(),
+            queued: backend["engine"]["waiting"].as_u64(),
+            prompt_tokens_per_s: gained("prompt_tokens"),
+            hit_permille: hits.and_then(|(hits, queried)| permille(hits, queried)),
+            kv_usage_permille: backend["engine"]["kv_usage_permille"].as_u64(),
+            owned_blocks: backend["owned_blocks"].as_u64().unwrap_or(0),
+            capacity_blocks: backend["capacity"]["blocks"].as_u64(),
+            error_permille: backend["service"]["accuracy"]["error_permille"].as_i64(),
+            ownership: text(&backend["ownership"]["mode"]),
+            id,
+        }
+    };
+    let mut rows: Vec<BackendRow> = now.backends.iter().map(row).collect();
+    rows.sort_by_key(|row| (row.is_well, Reverse(row.in_flight), row.id.clone()));
+    rows
+}
+
+fn users(before: Option<&ClusterLook>, now: &ClusterLook) -> Vec<UserRow> {
+    let seconds = seconds(before, now);
+    let earlier = by(before.map(|before| &before.users), "key");
+    let row = |user: &Value| {
+        let before = user["key"].as_str().and_then(|key| earlier.get(key));
+        let gained = |fields: &[&str]| {
+            let count = |user: &Value| {
+                let each = fields.iter().filter_map(|it| user["total"][*it].as_u64());
+                each.sum::<u64>()
+            };
+            // Who was not there before has gained all.
+            let before = before.map_or(0, |before| count(before));
+            per_second(Some(before), Some(count(user)), seconds)
+        };
+        let name = match user["name"].as_str() {
+            Some(name) if !name.is_empty() => &user["name"],
+            _ => &user["key"],
+        };
+        UserRow {
+            user: text(name),
+            weight_milli: user["weight_milli"].as_u64().unwrap_or(1000),
+            in_flight: user["in_flight"].as_u64().unwrap_or(0),
+            waiting: user["waiting"]["cluster"].as_u64().unwrap_or(0),
+            requests_per_s: gained(&["requests"]),
+            tokens_per_s: gained(&["input_uncached", "output"]),
+            share_permille: None,
+            fair_permille: None,
+            counter_milli_tokens: user["counter_milli_tokens"].as_u64().unwrap_or(0),
+        }
+    };
+    let mut rows: Vec<UserRow> = now.users.iter().map(row).collect();
+    share(&mut rows);
+    rows.sort_by(|a, b| {
+        let busy = |row: &UserRow| (row.waiting, row.in_flight);
+        let tokens = b.tokens_per_s.unwrap_or(0.0);
+        let order = busy(b).cmp(&busy(a));
+        let order = order.then(tokens.total_cmp(&a.tokens_per_s.unwrap_or(0.0)));
+        let order = order.then(b.counter_milli_tokens.cmp(&a.counter_milli_tokens));
+        order.then_with(|| a.user.cmp(&b.user))
+    });
+    rows
+}
+
+/// Tells each active user's part of what all got, and what would be fair.
+fn share(rows: &mut [UserRow]) {
+    let is_active = |row: &UserRow| {
+        row.waiting > 0 || row.in_flight > 0 || row.tokens_per_s.is_some_and(|it| it > 0.0)
+    };
+    let all: f64 = rows.iter().filter_map(|row| row.tokens_per_s).sum();
+    let active = rows.iter().filter(|row| is_active(row));
+    let weights: u64 = active.map(|row| row.weight_milli).sum();
+    for row in rows.iter_mut().filter(|row| is_active(row)) {
+        row.share_permille = row.tokens_per_s.and_then(|tokens| permille(tokens, all));
+        row.fair_permille = permille(row.weight_milli as f64, weights as f64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use serde_json::json;
+    use tokio::time::Instant;
+
+    use super::*;
+
+    fn look(at: Instant, tokens: u64) -> ClusterLook {
+        let figures = |ready: bool| {
+            json!({"committed_index": 9, "applied_index": 7, "role": "follower", "is_ready": ready, "requests_per_s": 1.5, "prompt_tokens": 100, "cached_tokens": 40,
+            "longest": {"user": "ada", "user_key": "k", "waited_ms": 1200}})
+        };
+        let replica = |id: u64, figures: Value| {
+            json!({"id": id, "is_connected": true, "is_leader": id == 2, "figures": figures,
+                "digest": {"is_equal": true}})
+        };
+        let replicas = json!({"asked": 1, "leader": 2, "term": 3, "has_quorum": true,
+            "replicas": [replica(1, figures(false)), replica(2, figures(true)), replica(3, Value::Null)]});
+        let user = |key: &str, weight: u64, output: u64| {
+            json!({"key": key, "name": key, "weight_milli": weight, "in_flight": 0,
+                "total": {"output": output, "requests": 1}})
+        };
+        ClusterLook {
+            at,
+            replicas,
+            backends: vec![
+                json!({"id": "well", "state": {"name": "healthy"}, "engine": {"prompt_tokens": tokens}}),
+                json!({"id": "bad", "state": {"name": "unreachable"}, "engine": null}),
+            ],
+            users: vec![user("ada", 3000, 3 * tokens), user("bob", 1000, tokens)],
+        }
+    }
+
+    #[test]
+    fn rates_are_what_happened_between_two_looks() {
+        let at = Instant::now();
+        let (before, now) = (look(at, 100), look(at + Duration::from_secs(2), 300));
+        let first = Summary::of(None, &now);
+        assert_eq!(first.users[0].tokens_per_s, None);
+        let summary = Summary::of(Some(&before), &now);
+        let users: Vec<_> = summary.users.iter().collect();
+        assert_eq!(users[0].user, "ada");
+        assert_eq!(users[0].tokens_per_s, Some(300.0));
+        assert_eq!(users[0].share_permille, Some(750.0));
+        assert_eq!(users[0].fair_permille, Some(750.0));
+        assert_eq!(
+            summary.backends[0].id, "bad",
+            "what is not well comes first"
+        );
+        assert_eq!(summary.backends[1].prompt_tokens_per_s, Some(100.0));
+        let fallen = Summary::of(Some(&now), &look(at + Duration::from_secs(4), 5));
+        assert_eq!(fallen.users[0].tokens_per_s, None);
+    }
+
+    #[test]
+    fn replicas_are_told_by_what_is_wrong_with_them() {
+        let summary = Summary::of(None, &look(Instant::now(), 0));
+        let states: Vec<_> = summary.replicas.iter().map(|it| &*it.state).collect();
+        assert_eq!(states, ["not ready", "ready", "tells nothing"]);
+        assert_eq!(summary.replicas[1].role, "leader");
+        assert_eq!(summary.replicas[0].lag, Some(2));
+        assert_eq!(summary.is_agreed, Some(true));
+        assert_eq!(summary.total.requests_per_s, 3.0);
+        assert_eq!(summary.total.cached_permille, Some(400.0));
+        assert_eq!(summary.total.longest.unwrap().waited_ms, 1200);
+    }
+}

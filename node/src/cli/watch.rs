@@ -1,0 +1,78 @@
+//! `--watch`: a command that shows something, again and again.
+
+use std::io::IsTerminal as _;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use lab::terminal;
+use tokio::time::sleep;
+
+use super::read::ReadArgs;
+
+/// Shortest time between two looks.
+const INTERVAL_MIN: Duration = Duration::from_millis(100);
+
+/// What commands take that can show something again and again.
+#[derive(Debug, clap::Args)]
+pub(super) struct WatchArgs {
+    #[command(flatten)]
+    pub(super) read: ReadArgs,
+    /// Show it again and again, so much time apart [default without a value: 2s]
+    #[arg(
+        long,
+        value_name = "DURATION",
+        num_args = 0..=1,
+        default_missing_value = "2s",
+        value_parser = interval
+    )]
+    watch: Option<Duration>,
+}
+
+/// Parses the time between two looks.
+pub(super) fn interval(text: &str) -> Result<Duration, String> {
+    let parsed = humantime::parse_duration(text).map_err(|error| error.to_string())?;
+    if parsed < INTERVAL_MIN {
+        return Err("expected 100ms or longer".to_owned());
+    }
+    Ok(parsed)
+}
+
+/// Prints what `show` answers, with `--watch` until a signal ends it. Once it has answered, an error
+/// is shown like an answer: a replica that restarts is what people watch for.
+pub(super) async fn watch(
+    args: WatchArgs,
+    show: impl AsyncFn(&ReadArgs) -> anyhow::Result<(String, ExitCode)>,
+) -> anyhow::Result<ExitCode> {
+    let (mut text, code) = show(&args.read).await?;
+    let Some(every) = args.watch else {
+        terminal::print(text)?;
+        return Ok(code);
+    };
+    loop {
+        if std::io::stdout().is_terminal() {
+            terminal::clear()?;
+        }
+        terminal::print(text)?;
+        sleep(every).await;
+        text = loop {
+            match show(&args.read).await {
+                Ok((text, _)) => break text,
+                Err(error) => super::report(&error, args.read.json),
+            }
+            sleep(every).await;
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looks_are_not_too_close_together() {
+        assert_eq!(interval("2s"), Ok(Duration::from_secs(2)));
+        assert_eq!(interval("100ms"), Ok(INTERVAL_MIN));
+        assert!(interval("99ms").is_err());
+        assert!(interval("often").is_err());
+    }
+}

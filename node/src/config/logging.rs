@@ -1,0 +1,78 @@
+//! Where the access log may be written.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::file::ConfigFile;
+use super::read::Settings;
+use super::traffic::AccessFormat;
+
+/// Refuses a file that belongs to something else, and a format without a file.
+pub(super) fn check_access_file(file: &ConfigFile, found: &mut Settings) {
+    let path = "log.access_file";
+    let Some(access_file) = &file.log.access_file else {
+        let key = "log.access_format";
+        if file.log.access_format != AccessFormat::default() {
+            let message =
+                format!("{key} has another value than its default, and {path} is not set");
+            found.refuse(key, message, "log.access_file, which it is the format of");
+        }
+        return;
+    };
+    if !found.is_sound(path) || !found.is_sound("node.data_dir") {
+        return;
+    }
+    let told = real(access_file);
+    if told.starts_with(real(&file.node.data_dir)) {
+        let (told, folder) = (access_file.display(), file.node.data_dir.display());
+        let message = format!("{path} is {told:?}, in node.data_dir, {folder:?}");
+        found.refuse(
+            path,
+            message,
+            "a file elsewhere: that folder is the store's",
+        );
+    } else if files(file).any(|other| real(&other) == told) {
+        let message = format!(
+            "{path} is {:?}, which another key names",
+            access_file.display()
+        );
+        found.refuse(path, message, "a file for nothing else");
+    }
+}
+
+/// The files that a config names, which are read and never written.
+fn files(file: &ConfigFile) -> impl Iterator<Item = PathBuf> {
+    let mut paths = Vec::new();
+    let values = serde_json::to_value(file).unwrap_or_default();
+    add_files("", &values, &mut paths);
+    paths.into_iter()
+}
+
+/// Adds the values of keys below `path` that name a file, but for the one of the access log.
+fn add_files(path: &str, value: &Value, paths: &mut Vec<PathBuf>) {
+    match value {
+        Value::String(text) if path.ends_with("file") && path != ".log.access_file" => {
+            paths.push(PathBuf::from(text));
+        }
+        Value::Array(entries) => entries.iter().for_each(|it| add_files(path, it, paths)),
+        Value::Object(keys) => {
+            for (key, value) in keys {
+                add_files(&format!("{path}.{key}"), value, paths);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// A path that is equal for equal files, as far as their folders are there.
+fn real(path: &Path) -> PathBuf {
+    if let Ok(real) = path.canonicalize() {
+        return real;
+    }
+    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    match (absolute.parent(), absolute.file_name()) {
+        (Some(folder), Some(name)) => real(folder).join(name),
+        _ => absolute,
+    }
+}

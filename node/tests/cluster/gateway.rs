@@ -1,0 +1,424 @@
+//! Replicas as endpoint pickers, behind a stand-in for a gateway that asks them over TLS: real streams,
+//! real engines, several pickers at once.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+
+use api::proxy::picker::ext_proc::BodySendMode;
+use lab::gateway::{
+    GatewayAnswer, GatewayOptions, GatewayRequest, GatewayTls, StandInGateway, picker_channel,
+};
+use tonic::Code;
+use tonic::transport::Channel;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+use super::*;
+
+/// Conversations, and turns of each.
+const CHATS: usize = 34;
+const TURNS: usize = 4;
+/// Of the turns that could go where the conversation was, those that have to, in hundredths.
+const SAME_ENGINE: usize = 99;
+
+fn pickers(at: &[Addresses]) -> Vec<SocketAddr> {
+    at.iter().map(|at| at.epp.unwrap()).collect()
+}
+
+fn gateway(at: &[Addresses]) -> StandInGateway {
+    StandInGateway::new(&pickers(at), GatewayOptions::default())
+}
+
+/// A turn of a conversation, which differs from all others from its first block on.
+fn turn(user: &str, turn: usize, stream: bool) -> GatewayRequest {
+    let mut messages = vec![json!({
+        "role": "system", "content": format!("{user} asks the keeper. {SYSTEM}"),
+    })];
+    for nth in 0..=turn {
+        let question = format!("Question {nth} of {user}: {SYSTEM}");
+        messages.push(json!({ "role": "user", "content": question }));
+    }
+    let body = json!({
+        "model": "emulated", "messages": messages, "max_tokens": 4, "user": user, "stream": stream,
+    });
+    let mut request = GatewayRequest::post("/v1/chat/completions", user, &body);
+    request.headers.remove("x-quorate-user");
+    request
+}
+
+fn engine_of(answer: &GatewayAnswer) -> String {
+    assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
+    answer.headers["x-quorate-backend"]
+        .to_str()
+        .unwrap()
+        .to_owned()
+}
+
+/// Waits until nothing is under way, and all that was done is known everywhere.
+async fn settle(http: &Http, at: &[Addresses]) {
+    for gauge in ["proxy_in_flight_requests", "state_outbox_items"] {
+        for at in at {
+            let url = format!("http://{}/metrics", at.admin);
+            let line = format!("\nquorate_{gauge} 0\n");
+            let is_empty = async || http.text(&url).await.contains(&line);
+            until("a replica has told all", is_empty).await;
+        }
+    }
+    for at in at {
+        http.quiet(at).await;
+    }
+    http.agree(at).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_conversation_stays_with_its_engine_through_any_of_three_pickers() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(3).await;
+    let replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let gateway = gateway(&at);
+    let mut last = vec![String::new(); CHATS];
+    let (mut same, mut all) = (0, 0);
+    for nth in 0..TURNS {
+        for (chat, last) in last.iter_mut().enumerate() {
+            let request = turn(&format!("user-{chat}"), nth, chat % 2 == 0);
+            let answer = gateway.send(&request.pinned(chat + nth)).await.unwrap();
+            let engine = engine_of(&answer);
+            if nth > 0 {
+                all += 1;
+                same += usize::from(*last == engine);
+            }
+            *last = engine;
+        }
+        settle(&http, &at).await;
+    }
+    assert!(same * 100 >= all * SAME_ENGINE, "{same} of {all}");
+    let used: BTreeSet<_> = last.iter().collect();
+    assert_eq!(used.len(), 3, "{used:?}");
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+/// What the cluster knows of each user after the same conversations, every second turn through the
+/// picker where `is_mixed`; and how many blocks were found.
+async fn counters(is_mixed: bool) -> (BTreeMap<String, u64>, u32) {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(2).await;
+    let replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let gateway = gateway(&at);
+    let mut found = 0;
+    for nth in 0..3 {
+        for chat in 0..6 {
+            let request = turn(&format!("user-{chat}"), nth, false);
+            let replica = (chat + nth) % 3;
+            let headers = if is_mixed && (chat + nth) % 2 == 0 {
+                let answer = gateway.send(&request.pinned(replica)).await.unwrap();
+                assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
+                answer.headers
+            } else {
+                let url = format!("http://{}/v1/chat/completions", at[replica].data);
+                let body = serde_json::from_slice(&request.body).unwrap();
+                let (status, headers, answer) = http.send(Method::POST, &url, &body).await;
+                assert_eq!(status, StatusCode::OK, "{answer}");
+                headers
+            };
+            found += matched(&headers);
+            // In the same order in every run.
+            settle(&http, &at).await;
+        }
+    }
+    let (_, users) = http
+        .get(&format!("http://{}/admin/v1/users", at[0].admin))
+        .await;
+    for replica in replicas {
+        replica.leave().await;
+    }
+    let users = users["users"].as_array().unwrap();
+    let told = users.iter().map(|user| {
+        let name = user["name"].as_str().unwrap().to_owned();
+        (name, user["counter_milli_tokens"].as_u64().unwrap())
+    });
+    (told.collect(), found)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn half_through_the_picker_is_counted_as_all_through_the_data_port() {
+    let (alone, found_alone) = counters(false).await;
+    let (mixed, found_mixed) = counters(true).await;
+    assert_eq!(alone, mixed);
+    assert_eq!(found_alone, found_mixed);
+    assert!(found_alone > 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_body_mode_brings_the_same_answers() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replica = lone_replica(&engines, &dir, |_| {});
+    let (http, at) = (Http::new(), replica.addresses);
+    http.ready(&[at]).await;
+    for bodies in [
+        BodySendMode::FullDuplexStreamed,
+        BodySendMode::Streamed,
+        BodySendMode::Buffered,
+    ] {
+        let options = GatewayOptions {
+            bodies,
+            piece_bytes: 100,
+            ..GatewayOptions::default()
+        };
+        let gateway = StandInGateway::new(&pickers(&[at]), options);
+        let answer = gateway.send(&turn("ada", 2, false)).await.unwrap();
+        let whole: Value = serde_json::from_slice(&answer.body).unwrap();
+        assert_eq!(whole["usage"]["completion_tokens"], 4, "{bodies:?}");
+        let answer = gateway.send(&turn("ada", 2, true)).await.unwrap();
+        let text = String::from_utf8(answer.body.to_vec()).unwrap();
+        assert!(text.ends_with("data: [DONE]\n\n"), "{bodies:?}: {text}");
+        assert!(!text.contains("usage"), "nobody asked: {text}");
+        let models = GatewayRequest {
+            method: Method::GET,
+            path: "/v1/models".to_owned(),
+            body: Bytes::new(),
+            ..turn("ada", 0, false)
+        };
+        let answer = gateway.send(&models).await.unwrap();
+        assert_eq!((answer.status, answer.endpoint), (StatusCode::OK, None));
+    }
+    replica.leave().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_user_has_one_limit_for_both_faces() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let user = format!("http://{}/admin/v1/users/body:ada", at[0].admin);
+    let limits = json!({ "limits": { "requests": 2, "window_ms": 3_600_000 } });
+    let is_set = async || http.send(Method::PUT, &user, &limits).await.0 == StatusCode::OK;
+    until("the limit is set", is_set).await;
+    http.agree(&at).await;
+    http.chat(&at[0], "ada", "Is the lamp lit?").await;
+    settle(&http, &at).await;
+    let gateway = gateway(&at);
+    let answer = gateway
+        .send(&turn("ada", 0, false).pinned(1))
+        .await
+        .unwrap();
+    assert_eq!(answer.status, StatusCode::OK);
+    settle(&http, &at).await;
+    let answer = gateway
+        .send(&turn("ada", 0, false).pinned(2))
+        .await
+        .unwrap();
+    assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS, "{answer:?}");
+    let told: Value = serde_json::from_slice(&answer.body).unwrap();
+    assert_eq!(told["error"]["code"], "rate_limit_exceeded");
+    assert!(answer.headers.contains_key("retry-after"));
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_wait_for_a_place_whichever_picker_they_ask() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replicas = cluster_with(3, &engines, &dir, |config| {
+        config.admission.concurrency = state::admission::Concurrency::Fixed(2);
+    });
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let mut open = engines[0].watch_open();
+    let most = tokio::spawn(async move {
+        let mut most = 0;
+        while open.changed().await.is_ok() {
+            most = most.max(*open.borrow_and_update());
+        }
+        most
+    });
+    let gateway = Arc::new(gateway(&at));
+    let asked = (0..24).map(|nth| {
+        let gateway = Arc::clone(&gateway);
+        let request = turn(&format!("user-{}", nth % 3), 0, true).pinned(nth % 3);
+        tokio::spawn(async move { gateway.send(&request).await.unwrap() })
+    });
+    for answer in asked.collect::<Vec<_>>() {
+        engine_of(&answer.await.unwrap());
+    }
+    settle(&http, &at).await;
+    for replica in replicas {
+        replica.leave().await;
+    }
+    for engine in engines {
+        engine.stop().await;
+    }
+    let most = most.await.unwrap();
+    assert!((1..=2).contains(&most), "{most} at once");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_leader_leaves_and_no_pick_fails() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(2).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    let (_, cluster) = http
+        .get(&format!("http://{}/admin/v1/cluster", at[0].admin))
+        .await;
+    let leader = usize::try_from(cluster["leader"].as_u64().unwrap()).unwrap() - 1;
+    let gateway = gateway(&at);
+    for nth in 0..6 {
+        engine_of(&gateway.send(&turn("ada", nth % 3, true)).await.unwrap());
+    }
+    let leaving = tokio::spawn(replicas.remove(leader).leave());
+    let mut picks = 0;
+    while !leaving.is_finished() || picks < 12 {
+        engine_of(&gateway.send(&turn("bo", picks % 3, true)).await.unwrap());
+        picks += 1;
+    }
+    leaving.await.unwrap();
+    let rest = addresses(&replicas);
+    http.ready(&rest).await;
+    settle(&http, &rest).await;
+    for replica in replicas {
+        replica.leave().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_leaves_a_gateway_leaves_nothing_behind() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let replica = lone_replica(&engines, &dir, |_| {});
+    let (http, at) = (Http::new(), replica.addresses);
+    http.ready(&[at]).await;
+    let gateway = gateway(&[at]);
+    let body = json!({
+        "model": "emulated", "prompt": SYSTEM, "max_tokens": 4000, "stream": true, "user": "ada",
+    });
+    let request = GatewayRequest {
+        leaves_after: Some(200),
+        ..GatewayRequest::post("/v1/completions", "ada", &body)
+    };
+    let answer = gateway.send(&request).await.unwrap();
+    assert!(!answer.body.ends_with(b"[DONE]\n\n"));
+    http.quiet(&at).await;
+    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let line = "quorate_picker_requests_total{outcome=\"picked\"} 1\n";
+    assert!(page.contains(line), "{page}");
+    replica.leave().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gateway_goes_to_the_second_endpoint_when_the_first_is_gone() {
+    let dir = TempDir::new().unwrap();
+    let mut engines = engines(2).await;
+    let replica = lone_replica(&engines, &dir, |_| {});
+    let (http, at) = (Http::new(), replica.addresses);
+    http.ready(&[at]).await;
+    let gateway = gateway(&[at]);
+    let first = engine_of(&gateway.send(&turn("ada", 0, false)).await.unwrap());
+    let number: usize = first.strip_prefix("engine-").unwrap().parse().unwrap();
+    engines.remove(number).stop().await;
+    let second = engine_of(&gateway.send(&turn("ada", 0, false)).await.unwrap());
+    assert_ne!(first, second);
+    http.quiet(&at).await;
+    replica.leave().await;
+}
+
+/// What of a picker is asked about, beside whether it lives.
+const READINESS: [&str; 3] = [
+    "",
+    "readiness",
+    "envoy.service.ext_proc.v3.ExternalProcessor",
+];
+
+fn health(at: &Addresses) -> HealthClient<Channel> {
+    let channel = picker_channel(at.epp.unwrap(), &GatewayTls::Anonymous);
+    HealthClient::new(channel)
+}
+
+fn of(service: &str) -> HealthCheckRequest {
+    HealthCheckRequest {
+        service: service.to_owned(),
+    }
+}
+
+/// Checks every service of a picker.
+async fn assert_says(at: &Addresses, expected: ServingStatus) {
+    let mut client = health(at);
+    for service in READINESS {
+        let told = client.check(of(service)).await.unwrap().into_inner();
+        assert_eq!(told.status(), expected, "{service:?}");
+    }
+    let told = client.check(of("liveness")).await.unwrap().into_inner();
+    assert_eq!(told.status(), ServingStatus::Serving);
+    let unknown = client.check(of("readines")).await.unwrap_err();
+    assert_eq!(unknown.code(), Code::NotFound, "{unknown}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_checks_hear_who_picks_with_a_quorum_or_without() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let mut replicas = cluster(3, &engines, &dir);
+    let (http, at) = (Http::new(), addresses(&replicas));
+    http.ready(&at).await;
+    // All of them, whichever leads.
+    for at in &at {
+        assert_says(at, ServingStatus::Serving).await;
+    }
+    let mut watches = Vec::new();
+    for service in READINESS {
+        let mut told = health(&at[2])
+            .watch(of(service))
+            .await
+            .unwrap()
+            .into_inner();
+        let first = told.message().await.unwrap().unwrap();
+        assert_eq!(first.status(), ServingStatus::Serving, "{service:?}");
+        watches.push(told);
+    }
+    replicas.remove(2).leave().await;
+    for mut told in watches {
+        let last = told.message().await.unwrap().unwrap();
+        assert_eq!(last.status(), ServingStatus::NotServing);
+        assert_eq!(told.message().await.unwrap(), None);
+    }
+    replicas.remove(1).leave().await;
+    let url = format!("http://{}/readyz", at[0].admin);
+    let is_degraded = async || http.get(&url).await.1["status"] == "degraded";
+    until("the last one has no quorum", is_degraded).await;
+    assert_says(&at[0], ServingStatus::Serving).await;
+    engine_of(&gateway(&at[..1]).send(&turn("ada", 0, true)).await.unwrap());
+    replicas.remove(0).leave().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_in_no_cluster_is_not_serving() {
+    let dir = TempDir::new().unwrap();
+    let engines = engines(1).await;
+    let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
+    let listen = ListenConfig {
+        data: Parsed(any),
+        admin: Parsed(any),
+        peer: Parsed(any),
+        epp: Some(Parsed(any)),
+        advertise: None,
+    };
+    let bind = || BoundSockets::bind(&listen).unwrap();
+    let (own, absent) = (bind(), bind());
+    let peers = [&own, &absent].map(|it| it.addresses().unwrap().peer.to_string());
+    let replica = Replica::run(config(1, &peers, &engines, dir.path()), own);
+    assert_says(&replica.addresses, ServingStatus::NotServing).await;
+    replica.leave().await;
+    drop(absent);
+}

@@ -1,0 +1,379 @@
+//! Pods of a StatefulSet: scaled up and down under load, killed, restarted and moved, and nobody runs
+//! `quorate member`. A stand-in for the API server says how many there are to be.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use state::ids::ReplicaId;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+
+use super::*;
+
+/// How long a pod must have been away before it counts as gone.
+const ABSENT_AFTER: Duration = Duration::from_millis(500);
+
+/// An API server with one StatefulSet.
+struct ApiServer {
+    url: String,
+    /// What is wanted; 0: the server refuses.
+    replicas: Arc<AtomicUsize>,
+    reads: Arc<AtomicUsize>,
+    serving: JoinHandle<()>,
+}
+
+impl Drop for ApiServer {
+    fn drop(&mut self) {
+        self.serving.abort();
+    }
+}
+
+impl ApiServer {
+    async fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let replicas = Arc::new(AtomicUsize::new(3));
+        let reads = Arc::<AtomicUsize>::default();
+        let (wanted, read) = (Arc::clone(&replicas), Arc::clone(&reads));
+        let serving = tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                answer(stream, wanted.load(Ordering::SeqCst)).await;
+                read.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        Self {
+            url,
+            replicas,
+            reads,
+            serving,
+        }
+    }
+
+    fn scale_to(&self, replicas: usize) {
+        self.replicas.store(replicas, Ordering::SeqCst);
+    }
+
+    /// Waits until it was asked so many times more.
+    async fn asked(&self, times: usize) {
+        let before = self.reads.load(Ordering::SeqCst);
+        let is_asked = async || self.reads.load(Ordering::SeqCst) >= before + times;
+        until("the API server is asked", is_asked).await;
+    }
+}
+
+async fn answer(mut stream: TcpStream, replicas: usize) {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        let Ok(byte) = stream.read_u8().await else {
+            return;
+        };
+        head.push(byte);
+    }
+    let head = String::from_utf8(head).unwrap();
+    let path = "GET /apis/apps/v1/namespaces/llm/statefulsets/quorate HTTP/1.1\r\n";
+    assert!(head.starts_with(path), "{head}");
+    let (status, body) = match replicas {
+        0 => (
+            "503 Service Unavailable",
+            json!({"message": "etcd is away"}),
+        ),
+        _ => ("200 OK", json!({"spec": {"replicas": replicas}})),
+    };
+    let body = body.to_string();
+    let length = body.len();
+    let answer = format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n{body}");
+    // Whoever asked may be gone.
+    drop(stream.write_all(answer.as_bytes()).await);
+}
+
+/// The pods, and what stands around them.
+struct Pods {
+    api: ApiServer,
+    engines: Vec<EngineHandle>,
+    dir: TempDir,
+    founders: Vec<String>,
+    running: Vec<(u8, Replica)>,
+    http: Http,
+}
+
+impl Pods {
+    /// Three pods.
+    async fn start() -> Self {
+        let (api, engines, dir) = (
+            ApiServer::start().await,
+            engines(1).await,
+            TempDir::new().unwrap(),
+        );
+        let sockets: Vec<_> = (0..3).map(|_| sockets()).collect();
+        let founders = sockets.iter();
+        let founders = founders.map(|bound| bound.addresses().unwrap().peer.to_string());
+        let mut pods = Self {
+            founders: founders.collect(),
+            api,
+            engines,
+            dir,
+            running: Vec::new(),
+            http: Http::new(),
+        };
+        for (id, sockets) in (1..).zip(sockets) {
+            let replica = Replica::run(pods.config(id), sockets);
+            pods.running.push((id, replica));
+        }
+        pods.http.ready(&pods.addresses()).await;
+        pods
+    }
+
+    fn config(&self, id: u8) -> Config {
+        let founders = &self.founders;
+        let mut config = config(id.into(), founders, &self.engines, self.dir.path());
+        config.drain.dns_ttl = Parsed(Duration::from_millis(300));
+        let cluster = &mut config.cluster;
+        cluster.replace_lost = true;
+        cluster.auto_promote = true;
+        cluster.promote_after = Parsed(Duration::from_millis(500));
+        let set = &mut cluster.statefulset;
+        set.name = Some("quorate".to_owned());
+        set.namespace = Some("llm".to_owned());
+        set.api_server = Some(Parsed(self.api.url.clone()));
+        set.remove_absent_after = Parsed(ABSENT_AFTER);
+        config
+    }
+
+    /// Starts a pod, with the volume that it has, where there is a place.
+    async fn create(&mut self, id: u8) {
+        let replica = Replica::run(self.config(id), sockets());
+        let at = replica.addresses;
+        self.running.push((id, replica));
+        self.http.ready(&[at]).await;
+    }
+
+    fn take(&mut self, id: u8) -> Replica {
+        let nth = self.running.iter().position(|(other, _)| *other == id);
+        self.running.remove(nth.expect("the pod runs")).1
+    }
+
+    /// Ends a pod without a word.
+    async fn kill(&mut self, id: u8) {
+        let replica = self.take(id);
+        replica.shutdown.abort();
+        replica.leave().await;
+    }
+
+    fn lose_volume(&self, id: u8) {
+        std::fs::remove_dir_all(self.dir.path().join(format!("n{id}"))).unwrap();
+    }
+
+    fn addresses(&self) -> Vec<Addresses> {
+        self.running.iter().map(|(_, it)| it.addresses).collect()
+    }
+
+    async fn cluster(&self, at: &Addresses) -> Value {
+        let url = format!("http://{}/admin/v1/cluster", at.admin);
+        self.http.get(&url).await.1
+    }
+
+    /// Waits until all pods have these members: voters, and behind them learners.
+    async fn have(&self, voters: &[u8], learners: &[u8]) {
+        let all_have = async || {
+            for at in self.addresses() {
+                let members = self.cluster(&at).await["members"].clone();
+                let of = |votes: bool| -> Vec<u8> {
+                    let members = members.as_object().unwrap().iter();
+                    let members = members.filter(|(_, it)| it["is_voter"] == votes);
+                    members.map(|(id, _)| id.parse().unwrap()).collect()
+                };
+                if (of(true), of(false)) != (voters.to_vec(), learners.to_vec()) {
+                    return false;
+                }
+            }
+            true
+        };
+        until(&format!("{voters:?} vote, {learners:?} do not"), all_have).await;
+    }
+
+    async fn leader(&self) -> u8 {
+        let leader = Mutex::new(0);
+        let is_known = async || {
+            let status = self.cluster(&self.addresses()[0]).await;
+            let known = status["leader"].as_u64().unwrap_or(0);
+            *leader.lock().unwrap() = u8::try_from(known).unwrap();
+            status["has_quorum"] == true && known > 0
+        };
+        until("somebody leads", is_known).await;
+        leader.into_inner().unwrap()
+    }
+
+    /// Has a pod lead.
+    async fn lead(&mut self, id: u8) {
+        let (_, replica) = self.running.iter_mut().find(|it| it.0 == id).unwrap();
+        let cluster = (&mut replica.started).await.unwrap().cluster;
+        let leads = async || {
+            let taken = cluster.transfer_leader(Some(ReplicaId(id))).await;
+            taken.is_ok()
+        };
+        until("the pod leads", leads).await;
+    }
+
+    async fn end(self) {
+        self.api.scale_to(self.running.len().max(3));
+        for (_, replica) in self.running {
+            replica.leave().await;
+        }
+    }
+}
+
+fn sockets() -> BoundSockets {
+    let any: std::net::SocketAddr = "127.0.0.1:0".parse().unwrap();
+    let listen = ListenConfig {
+        data: Parsed(any),
+        admin: Parsed(any),
+        peer: Parsed(any),
+        epp: None,
+        advertise: None,
+    };
+    BoundSockets::bind(&listen).unwrap()
+}
+
+/// Sends requests to the pods that a load balancer has, until told to stop. Each must be answered.
+struct Clients {
+    pods: Arc<Mutex<Vec<Addresses>>>,
+    stop: Arc<AtomicBool>,
+    sending: Vec<JoinHandle<u32>>,
+}
+
+impl Clients {
+    fn of(pods: &Pods) -> Self {
+        let (targets, stop) = (
+            Arc::new(Mutex::new(pods.addresses())),
+            Arc::<AtomicBool>::default(),
+        );
+        let send = |user: usize| {
+            let (targets, stop) = (Arc::clone(&targets), Arc::clone(&stop));
+            tokio::spawn(async move {
+                let (http, user) = (Http::new(), format!("user-{user}"));
+                let mut sent = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    let target = {
+                        let targets = targets.lock().unwrap();
+                        targets[sent as usize % targets.len()]
+                    };
+                    http.chat(&target, &user, &format!("Is it lit? {sent}"))
+                        .await;
+                    sent += 1;
+                }
+                sent
+            })
+        };
+        let sending = (0..3).map(send).collect();
+        Self {
+            pods: targets,
+            stop,
+            sending,
+        }
+    }
+
+    fn use_only(&self, pods: &Pods) {
+        *self.pods.lock().unwrap() = pods.addresses();
+    }
+
+    /// How many were sent; none failed.
+    async fn end(self) -> u32 {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut sent = 0;
+        for sending in self.sending {
+            sent += sending.await.unwrap();
+        }
+        sent
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn three_pods_become_five_and_three_again_under_load() {
+    let mut pods = Pods::start().await;
+    let clients = Clients::of(&pods);
+    pods.api.scale_to(5);
+    pods.create(4).await;
+    pods.create(5).await;
+    clients.use_only(&pods);
+    pods.have(&[1, 2, 3, 4, 5], &[]).await;
+
+    // Both are told at once, and one of them leads.
+    pods.lead(5).await;
+    pods.api.scale_to(3);
+    let going = [pods.take(4), pods.take(5)];
+    going.iter().for_each(|pod| pod.shutdown.drain());
+    clients.use_only(&pods);
+    for pod in going {
+        pod.leave().await;
+    }
+    // They took themselves out, before anybody missed them.
+    pods.have(&[1, 2, 3], &[]).await;
+    pods.leader().await;
+
+    // Again: one with its volume at another address, one that lost it.
+    pods.lose_volume(5);
+    pods.api.scale_to(5);
+    pods.create(4).await;
+    pods.create(5).await;
+    clients.use_only(&pods);
+    pods.have(&[1, 2, 3, 4, 5], &[]).await;
+    assert!(clients.end().await > 20);
+    pods.http.quiet(&pods.addresses()[0]).await;
+    pods.http.agree(&pods.addresses()).await;
+    pods.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pods_that_die_are_told_from_those_that_restart() {
+    let mut pods = Pods::start().await;
+    pods.api.scale_to(4);
+    pods.create(4).await;
+    // Four tolerate no more than three.
+    pods.have(&[1, 2, 3], &[4]).await;
+
+    // One that restarts stays a member, however long it is away.
+    let moved = pods.leader().await % 3 + 1;
+    pods.take(moved).leave().await;
+    pods.api.asked(2).await;
+    let rest: Vec<u8> = (1..=3).collect();
+    pods.have(&rest, &[4]).await;
+    pods.create(moved).await;
+
+    // One that is killed while it is scaled away, and nobody can say so at first.
+    pods.api.scale_to(0);
+    pods.kill(4).await;
+    let leader = pods.leader().await;
+    let at = pods.running.iter().find(|(id, _)| *id == leader);
+    let at = at.unwrap().1.addresses;
+    let says = async || {
+        let why = pods.cluster(&at).await["scaling"].to_string();
+        let (_, ready) = pods.http.get(&format!("http://{}/readyz", at.admin)).await;
+        let page = pods
+            .http
+            .text(&format!("http://{}/metrics", at.admin))
+            .await;
+        why.contains("cannot be read, and replicas are away: 4")
+            && why.contains("etcd is away")
+            && ready.to_string().contains("members: StatefulSet quorate")
+            && page.contains("quorate_raft_scaling_is_held 1")
+    };
+    until("the leader says why it does nothing", says).await;
+    pods.have(&rest, &[4]).await;
+    pods.api.scale_to(3);
+    pods.have(&rest, &[]).await;
+
+    // Wanted again, with the volume that it had.
+    pods.api.scale_to(4);
+    pods.create(4).await;
+    pods.have(&rest, &[4]).await;
+    pods.http.agree(&pods.addresses()).await;
+
+    // Fewer than founded the cluster do not go: all that stops stays a member.
+    pods.api.scale_to(1);
+    pods.take(4).leave().await;
+    pods.have(&rest, &[]).await;
+    let gone = pods.leader().await % 3 + 1;
+    pods.take(gone).leave().await;
+    pods.have(&rest, &[]).await;
+    pods.end().await;
+}

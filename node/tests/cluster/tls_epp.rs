@@ -1,0 +1,121 @@
+//! TLS of the listener for gateways: which gateways are let in, and new certificates and authorities.
+
+use lab::gateway::{GatewayAnswer, GatewayOptions, GatewayRequest, GatewayTls, StandInGateway};
+
+use super::*;
+
+/// `[tls.epp]` with the certificate of replica 1, for gateways of the same authority.
+fn epp_section(certs: &Certs) -> String {
+    format!(
+        "[tls.epp]\ncert_file = {:?}\nkey_file = {:?}\nclient_ca_file = {:?}\n",
+        certs.file("replica-1.crt"),
+        certs.file("replica-1.key"),
+        certs.file("ca.crt")
+    )
+}
+
+/// A replica that gateways ask.
+async fn picking(dir: &TempDir, engines: &[EngineHandle], certs: &Certs) -> Replica {
+    let listen = ListenConfig {
+        epp: Some(Parsed("127.0.0.1:0".parse().unwrap())),
+        ..anywhere()
+    };
+    let bound = BoundSockets::bind(&listen).unwrap();
+    let peer = bound.addresses().unwrap().peer.to_string();
+    config(1, &[peer], engines, dir.path());
+    let replica = Replica::run(extended(dir.path(), 1, &epp_section(certs)), bound);
+    Http::new().ready(&[replica.addresses]).await;
+    replica
+}
+
+/// The way in which a gateway shows a certificate of this folder.
+fn shown(certs: &Certs, name: &str) -> GatewayTls {
+    GatewayTls::Shown {
+        cert_file: certs.file(&format!("{name}.crt")),
+        key_file: certs.file(&format!("{name}.key")),
+    }
+}
+
+fn gateway(at: Addresses, tls: GatewayTls) -> StandInGateway {
+    let options = GatewayOptions {
+        tls,
+        ..GatewayOptions::default()
+    };
+    StandInGateway::new(&[at.epp.unwrap()], options)
+}
+
+/// Has a gateway ask for a completion.
+async fn ask(gateway: &StandInGateway) -> anyhow::Result<GatewayAnswer> {
+    let body = json!({ "model": "emulated", "prompt": SYSTEM, "max_tokens": 4 });
+    let request = GatewayRequest::post("/v1/completions", "ada", &body);
+    gateway.send(&request).await
+}
+
+/// The same over a connection of its own; whether it was let in.
+async fn is_let_in(at: Addresses, tls: GatewayTls) -> bool {
+    match ask(&gateway(at, tls)).await {
+        Ok(answer) => {
+            assert_eq!(answer.status, StatusCode::OK, "{answer:?}");
+            true
+        }
+        Err(_) => false,
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gateway_shows_a_certificate_where_one_is_asked_for() {
+    let dir = TempDir::new().unwrap();
+    let certs = Certs::new(&dir.path().join("certs"), &["1=127.0.0.1"]);
+    certs.make(&["client", "envoy"]);
+    let stranger = Certs::new(&dir.path().join("stranger"), &["1"]);
+    stranger.make(&["client", "eve"]);
+    let engines = engines(1).await;
+    let replica = picking(&dir, &engines, &certs).await;
+    let at = replica.addresses;
+    for (tls, expected) in [
+        (shown(&stranger, "eve"), false),
+        (GatewayTls::Anonymous, false),
+        (GatewayTls::Clear, false),
+        (shown(&certs, "envoy"), true),
+    ] {
+        assert_eq!(is_let_in(at, tls.clone()).await, expected, "{tls:?}");
+    }
+    // Of those that were not, no request was heard of.
+    let page = Http::new()
+        .text(&format!("http://{}/metrics", at.admin))
+        .await;
+    for (outcome, count) in [("picked", 1), ("left", 0), ("broken", 0), ("answered", 0)] {
+        let line = format!("quorate_picker_requests_total{{outcome=\"{outcome}\"}} {count}\n");
+        assert!(page.contains(&line), "{line}{page}");
+    }
+    replica.leave().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn gateways_of_a_new_authority_are_let_in_and_open_connections_stay() {
+    let dir = TempDir::new().unwrap();
+    let certs = Certs::new(&dir.path().join("certs"), &["1=127.0.0.1"]);
+    certs.make(&["client", "envoy"]);
+    let next = Certs::new(&dir.path().join("next"), &["1=127.0.0.1"]);
+    next.make(&["client", "envoy"]);
+    let engines = engines(1).await;
+    let replica = picking(&dir, &engines, &certs).await;
+    let at = replica.addresses;
+    let epp = at.epp.unwrap();
+    let open = gateway(at, shown(&certs, "envoy"));
+    assert_eq!(ask(&open).await.unwrap().status, StatusCode::OK);
+    assert!(!is_let_in(at, shown(&next, "envoy")).await);
+
+    certs.replace(&next, "replica-1");
+    std::fs::copy(next.file("ca.crt"), certs.file("beside")).unwrap();
+    std::fs::rename(certs.file("beside"), certs.file("ca.crt")).unwrap();
+    let expected = Some(next.shown("replica-1.crt"));
+    let is_shown = async || shows(epp, next.client(Some("envoy"))).await == expected;
+    until("the new certificate is shown", is_shown).await;
+    let is_new = async || is_let_in(at, shown(&next, "envoy")).await;
+    until("the new authority's gateway is let in", is_new).await;
+    assert!(!is_let_in(at, shown(&certs, "envoy")).await);
+    // Its connection began with the old ones.
+    assert_eq!(ask(&open).await.unwrap().status, StatusCode::OK);
+    replica.leave().await;
+}

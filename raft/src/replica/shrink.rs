@@ -1,0 +1,147 @@
+//! Members that go for good: one that leaves by itself, one that the leader removes because it is
+//! gone, and one that was removed and is wanted again.
+//!
+//! Nobody decides about these but the caller, who knows what the cluster is to be. What is checked
+//! here is that the others can do without: enough voters are left, and most of those answer.
+
+use std::collections::BTreeSet;
+
+use openraft::Instant as _;
+
+use super::{Replica, ReplicaInner};
+use crate::error::ChangeError;
+use crate::options::{Formation, Peers};
+use crate::types::Node;
+use crate::wire::proto;
+use crate::wire::proto::change_request::Change;
+use crate::wire::proto::change_response::Result as Outcome;
+
+impl Replica {
+    /// Takes this replica out of its cluster for good, if at least `voters_min` voters are left of
+    /// which most answer. Returns the log index.
+    ///
+    /// # Errors
+    /// When it must stay, or nobody could be asked.
+    pub async fn leave(&self, voters_min: usize) -> Result<u64, ChangeError> {
+        let remove = Change::Remove(proto::Remove {
+            id: self.inner.links.identity.id,
+            voters_min: voters_min.max(1) as u64,
+        });
+        Ok(self.inner.change(remove).await?.index)
+    }
+
+    /// Removes a member that is gone, if this replica leads and the others can do without it as in
+    /// [`Replica::leave`]. Returns the log index.
+    ///
+    /// # Errors
+    /// When it is there, or must stay.
+    pub async fn remove_absent(&self, id: u8, voters_min: usize) -> Result<u64, ChangeError> {
+        match self.inner.remove_absent(id.into(), voters_min).await {
+            Outcome::Changed(changed) => Ok(changed.index),
+            Outcome::Refused(why) => Err(ChangeError::Refused(why)),
+            Outcome::Unknown(why) => Err(ChangeError::Unknown(why)),
+            Outcome::NotLeader(_) => Err(ChangeError::Refused("leads no more".to_owned())),
+        }
+    }
+
+    /// Asks to be let in again after this replica was removed, with the log that it has: as a
+    /// learner.
+    ///
+    /// # Errors
+    /// When it was not removed, or nobody lets it in.
+    pub async fn rejoin(&self) -> Result<(), ChangeError> {
+        let inner = &self.inner;
+        if !inner.status.borrow().is_removed {
+            let why = "this replica was not removed";
+            return Err(ChangeError::Refused(why.to_owned()));
+        }
+        inner.ask_in_again().await.map_err(ChangeError::Refused)
+    }
+}
+
+impl ReplicaInner {
+    /// Says why a member must stay that asks to go, or that is said to be gone.
+    pub(super) fn check_shrink(&self, remove: &proto::Remove) -> Result<(), String> {
+        let voters = self.voters();
+        if remove.voters_min == 0 || !voters.contains(&remove.id) {
+            return Ok(());
+        }
+        let id = remove.id;
+        let rest = voters.len() - 1;
+        if (rest as u64) < remove.voters_min {
+            let least = remove.voters_min;
+            return Err(format!(
+                "replica {id} stays: {rest} voters would be left, at least {least} are to be"
+            ));
+        }
+        let mut answering = self.answering();
+        answering.remove(&id);
+        let answering = voters.intersection(&answering).count();
+        if answering * 2 <= rest {
+            return Err(format!(
+                "replica {id} stays: of the {rest} other voters {answering} answer"
+            ));
+        }
+        Ok(())
+    }
+
+    /// This replica, and who answers it while it leads.
+    fn answering(&self) -> BTreeSet<u64> {
+        let me = self.links.identity.id;
+        let connected = self.connected.borrow().clone();
+        self.with_metrics(|metrics| {
+            let acked = metrics.heartbeat.iter().flatten();
+            let lately = acked.filter(|(id, acked)| {
+                let is_late = acked.is_none_or(|acked| acked.elapsed() > self.lease());
+                !is_late && connected.contains(id)
+            });
+            lately.map(|(id, _)| *id).chain([me]).collect()
+        })
+    }
+
+    /// Whether member `id` runs with the store that it is a member with.
+    pub(super) async fn is_there(&self, id: u64, known: &Node) -> bool {
+        id == self.links.identity.id
+            || self.links.reachability.hears().contains(&id)
+            || (self.ask(&known.address).await)
+                .is_ok_and(|info| (info.id, info.store) == (id, known.store))
+    }
+
+    async fn remove_absent(&self, id: u64, voters_min: usize) -> Outcome {
+        let refused = |why: String| Outcome::Refused(why);
+        let _alone = self.changing.lock().await;
+        if self.settled_voters().is_none() {
+            return refused("this replica does not lead, or a change is under way".to_owned());
+        }
+        let Some(known) = self.node(id) else {
+            return refused(format!("replica {id} is no member"));
+        };
+        let voters_min = voters_min.max(1) as u64;
+        if let Err(why) = self.check_shrink(&proto::Remove { id, voters_min }) {
+            return refused(why);
+        }
+        if self.is_there(id, &known).await {
+            return refused(format!("replica {id} runs at {}", known.address));
+        }
+        self.remove_here(id).await
+    }
+
+    /// Looks for members where the config says, then where the last known ones were.
+    async fn ask_in_again(&self) -> Result<(), String> {
+        let (Formation::Join(configured)
+        | Formation::Bootstrap {
+            peers: configured, ..
+        }) = &self.options.formation;
+        let known = self.others().1.into_iter().map(|(_, address)| address);
+        let known = Peers::List(known.collect());
+        let mut problem = "no member answers".to_owned();
+        for peers in [configured, &known] {
+            let found = self.find(peers).await;
+            match self.ask_in(&found).await {
+                Ok(()) => return Ok(()),
+                Err(why) => problem = why,
+            }
+        }
+        Err(problem)
+    }
+}
