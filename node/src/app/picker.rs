@@ -1,42 +1,43 @@
 //! The endpoint picker of a replica: its listener, its certificate, its metrics.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use api::metrics::Metrics;
 use api::proxy::picker::{Picker, PickerMetrics, PickerServer, PickerTls};
 use api::proxy::{DrainResult, Proxy};
-use arc_swap::ArcSwap;
+use futures_util::future::BoxFuture;
 use rustls::ServerConfig;
 use rustls::crypto::ring;
 use rustls::pki_types::PrivatePkcs8KeyDer;
 use tokio::net::TcpListener;
-use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::tls::ReplicaCertificates;
-use crate::config::{Config, DrainConfig};
+use crate::config::Config;
 
 /// What a picker is made of.
 pub(super) struct PickerParts {
     /// `None`: there is no picker.
     pub(super) listener: Option<TcpListener>,
     pub(super) proxy: Arc<Proxy>,
-    pub(super) deadline: Arc<ArcSwap<DrainConfig>>,
+    /// How long open streams may take to end.
+    pub(super) deadline: Box<dyn Fn() -> Duration + Send + Sync>,
     pub(super) no_more: CancellationToken,
 }
 
 impl PickerParts {
-    /// Starts it, if there is a listener.
+    /// What serves gateways, if there is a listener; nothing before it is polled.
     ///
     /// # Errors
     /// If no certificate can be made.
-    pub(super) fn start(
+    pub(super) fn serving(
         self,
         config: &Config,
         tls: &ReplicaCertificates,
         metrics: &Metrics,
-    ) -> anyhow::Result<Option<JoinHandle<DrainResult>>> {
+    ) -> anyhow::Result<Option<BoxFuture<'static, DrainResult>>> {
         let Some(listener) = self.listener else {
             return Ok(None);
         };
@@ -47,9 +48,7 @@ impl PickerParts {
         let address = listener.local_addr()?;
         tracing::info!(epp = %address, "replica picks endpoints for gateways");
         let server = PickerServer::new(listener, picker, tls);
-        let deadline = self.deadline;
-        let deadline = Box::new(move || *deadline.load().deadline);
-        Ok(Some(tokio::spawn(server.run_until(self.no_more, deadline))))
+        Ok(Some(server.run_until(self.no_more, self.deadline)))
     }
 }
 

@@ -21,6 +21,7 @@ use api::settings::SharedFileSettings;
 use api::tls::CertificateMetrics;
 use api::traces::{SpanExport, Tracer, TracingMetrics, TracingSettings};
 use arc_swap::ArcSwap;
+use futures_util::FutureExt as _;
 use raft::{PeerSecret, Role, Tcp};
 use state::command::Item;
 use state::ids::ReplicaId;
@@ -147,15 +148,16 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let picker = PickerParts {
         listener: sockets.epp,
         proxy: Arc::clone(&proxy),
-        deadline: Arc::clone(&drain),
+        deadline: deadline(&drain),
         no_more: stops.no_more_requests.clone(),
     };
-    let picker = picker.start(&config, &tls, &metrics)?;
+    let picker = picker.serving(&config, &tls, &metrics)?;
     let server = Server::new(sockets.data, proxy).leaving(stops.leaving.clone());
     let server = server.with_tls(tls.data.clone());
-    let warm = warm(&core, lifecycle.clone());
-    let no_more = stops.no_more_requests.clone();
-    let proxy = tokio::spawn(serve_clients(server, warm, no_more, Arc::clone(&drain)));
+    let server = server.run_until(stops.no_more_requests.clone(), deadline(&drain));
+    let warm = warm(&core, lifecycle.clone(), stops.no_more_requests.clone()).shared();
+    let picker = picker.map(|picker| tokio::spawn(serve_when(warm.clone(), picker)));
+    let proxy = tokio::spawn(serve_when(warm, server));
     let file = (file, (reload_requests, log_level));
     let shown = (metrics, discovery);
     let admin = admin(&core, reading, shown, (readiness, file), &config);
@@ -425,29 +427,38 @@ fn probe_hooks(core: &ReplicaCore) -> Hooks {
     }
 }
 
-/// Waits until there is a state to answer from, then marks the replica as serving.
-fn warm(core: &ReplicaCore, lifecycle: Lifecycle) -> impl Future<Output = ()> + Send + use<> {
+/// Waits until there is a state to answer from, then marks the replica as serving; or until it is to
+/// take no more requests.
+fn warm(
+    core: &ReplicaCore,
+    lifecycle: Lifecycle,
+    no_more: CancellationToken,
+) -> impl Future<Output = ()> + Send + use<> {
     let (cluster, view) = (core.cluster(), Arc::clone(core.view()));
     let backends = Arc::clone(core.backends());
     async move {
-        warm_up(&*cluster, &view, &backends).await;
-        lifecycle.serve();
+        tokio::select! {
+            biased;
+            () = no_more.cancelled() => {}
+            () = warm_up(&*cluster, &view, &backends) => lifecycle.serve(),
+        }
     }
 }
 
-async fn serve_clients(
-    server: Server,
+/// Takes the connections of a listener once the replica is warm (I146). Until then they wait in its
+/// backlog.
+async fn serve_when(
     warm: impl Future<Output = ()>,
-    no_more: CancellationToken,
-    drain: Arc<ArcSwap<DrainConfig>>,
+    serving: impl Future<Output = DrainResult>,
 ) -> DrainResult {
-    tokio::select! {
-        biased;
-        () = no_more.cancelled() => {}
-        () = warm => {}
-    }
-    let deadline = move || *drain.load().deadline;
-    server.run_until(no_more, Box::new(deadline)).await
+    warm.await;
+    serving.await
+}
+
+/// How long open requests may take to end, as configured when it is asked.
+fn deadline(drain: &Arc<ArcSwap<DrainConfig>>) -> Box<dyn Fn() -> Duration + Send + Sync> {
+    let drain = Arc::clone(drain);
+    Box::new(move || *drain.load().deadline)
 }
 
 impl RunningReplica {

@@ -403,7 +403,7 @@ async fn health_checks_hear_who_picks_with_a_quorum_or_without() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_replica_in_no_cluster_is_not_serving() {
+async fn a_replica_in_no_cluster_is_warm_but_not_serving() {
     let dir = TempDir::new().unwrap();
     let engines = engines(1).await;
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
@@ -419,6 +419,12 @@ async fn a_replica_in_no_cluster_is_not_serving() {
     let peers = [&own, &absent].map(|it| it.addresses().unwrap().peer.to_string());
     let replica = Replica::run(config(1, &peers, &engines, dir.path()), own);
     assert_says(&replica.addresses, ServingStatus::NotServing).await;
+    // Whoever is answered is answered by a warm replica.
+    let url = format!("http://{}/readyz", replica.addresses.admin);
+    let (_, told) = Http::new().get(&url).await;
+    let reasons = told["reasons"].as_array().unwrap();
+    assert!(!reasons.is_empty(), "{told}");
+    assert!(!reasons.contains(&json!("warming up")), "{told}");
     replica.leave().await;
     drop(absent);
 }
