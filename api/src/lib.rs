@@ -5,6 +5,7 @@ pub mod admission;
 pub mod api_keys;
 pub mod backends;
 pub mod backup;
+mod bounded_listener;
 pub mod clock;
 pub mod discovery;
 pub mod divergence;

@@ -19,8 +19,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use prometheus_client::metrics::counter::Counter;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tower::ServiceExt;
@@ -29,6 +28,7 @@ use super::certified::CallerCertificate;
 use super::gate::CallerAddress;
 use super::{Admin, STREAMS_MAX, router};
 use crate::backends::pool::prepare;
+use crate::bounded_listener::{BoundedConnection, BoundedListener};
 use crate::error::Problem;
 use crate::tls::{
     self, CertificateFacts, Certificates, ClearRefusal, ListenerFiles, MaybeTls, ServerConfig,
@@ -46,8 +46,6 @@ const HEAD_BYTES_MAX: usize = 32 * 1024;
 const HEADERS_MAX: usize = 64;
 /// Interval of TCP keep-alive probes: a reader of events may have vanished silently.
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
-/// Pause after a failed accept. The usual cause, a lack of descriptors, does not end at once.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What a client hears that speaks HTTP in the clear where TLS is spoken.
 static NO_TLS: LazyLock<ClearRefusal> = LazyLock::new(|| {
@@ -87,46 +85,32 @@ async fn serve_until(
         );
     });
     let router = router(admin);
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let listener = BoundedListener::new(listener, CONNECTIONS_MAX, "operators");
     let open = TaskTracker::new();
     loop {
-        let accepted = tokio::select! {
+        let BoundedConnection {
+            stream,
+            peer,
+            place,
+        } = tokio::select! {
             biased;
             () = stop.cancelled() => break,
-            accepted = accept(&listener, &places) => accepted,
+            accepted = listener.accept() => accepted,
         };
-        match accepted {
-            Ok((stream, peer, place)) => {
-                let connection = AdminConnection {
-                    router: router.clone(),
-                    tls: tls.as_ref().map(|tls| tls.current()),
-                    handshakes_failed: handshakes_failed.clone(),
-                    stop: stop.clone(),
-                };
-                open.spawn(async move {
-                    connection.serve(stream, peer).await;
-                    drop(place);
-                });
-            }
-            Err(error) => {
-                tracing::debug!(%error, "accept failed");
-                sleep(ACCEPT_PAUSE).await;
-            }
-        }
+        let connection = AdminConnection {
+            router: router.clone(),
+            tls: tls.as_ref().map(|tls| tls.current()),
+            handshakes_failed: handshakes_failed.clone(),
+            stop: stop.clone(),
+        };
+        open.spawn(async move {
+            connection.serve(stream, peer).await;
+            drop(place);
+        });
     }
     drop(listener);
     open.close();
     open.wait().await;
-}
-
-async fn accept(
-    listener: &TcpListener,
-    places: &Arc<Semaphore>,
-) -> io::Result<(TcpStream, SocketAddr, OwnedSemaphorePermit)> {
-    let place = Arc::clone(places).acquire_owned().await;
-    let place = place.map_err(|_| io::Error::other("the semaphore is never closed"))?;
-    let (stream, peer) = listener.accept().await?;
-    Ok((stream, peer, place))
 }
 
 /// What serving a connection takes.

@@ -5,14 +5,19 @@ use std::time::Duration;
 
 use api::proxy::picker::PickedOutcome;
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
+use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
 use api::proxy::picker::ext_proc::processing_request::Request as Said;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{BodySendMode, ProcessingRequest};
 use api::proxy::{ProxySettings, RequestOutcome};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::{interval, timeout};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 use tonic::Code;
+use tonic::transport::Endpoint;
 
 use super::engine::delta;
 use super::fleet::{Fleet, PATIENT, eventually};
@@ -244,4 +249,28 @@ async fn a_connection_that_does_not_begin_keeps_no_replica_from_leaving() {
     listening.drain.cancel();
     assert_eq!(listening.server.await.unwrap().cut, 0);
     drop(silent);
+}
+
+#[tokio::test]
+async fn a_connection_that_waits_when_the_drain_begins_is_served() {
+    let engines = engines().await;
+    let fleet = Fleet::start(&[&engines[0]]).await;
+    let drain = CancellationToken::new();
+    let (open, opened) = oneshot::channel::<()>();
+    let opened = async { opened.await.unwrap() };
+    let listening = Listening::once(&fleet, drain.clone(), opened).await;
+    // The kernel connects it; nobody has accepted it.
+    let channel = Endpoint::from_shared(format!("http://{}", listening.address));
+    let mut client = ExternalProcessorClient::connect(channel.unwrap())
+        .await
+        .unwrap();
+    let asking = tokio::spawn(async move {
+        let (say, said) = mpsc::channel::<ProcessingRequest>(1);
+        drop(say);
+        client.process(ReceiverStream::new(said)).await.map(drop)
+    });
+    drain.cancel();
+    open.send(()).unwrap();
+    asking.await.unwrap().expect("it is served, not reset");
+    assert_eq!(listening.server.await.unwrap().cut, 0);
 }

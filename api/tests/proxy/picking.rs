@@ -78,14 +78,26 @@ impl PickingHere {
 
 impl Listening {
     pub(super) async fn of(fleet: &Fleet) -> Self {
+        Self::once(fleet, CancellationToken::new(), async {}).await
+    }
+
+    /// A picker that listens at once, and serves when `open` ends, until `drain`.
+    pub(super) async fn once(
+        fleet: &Fleet,
+        drain: CancellationToken,
+        open: impl Future<Output = ()> + Send + 'static,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let metrics = PickerMetrics::default();
         let settings = PickerSettings::default();
         let picker = Picker::new(Arc::clone(&fleet.proxy), settings, metrics.clone());
         let server = PickerServer::new(listener, picker, None);
-        let drain = CancellationToken::new();
-        let server = tokio::spawn(server.run_until(drain.clone(), Box::new(|| PATIENT)));
+        let serving = server.run_until(drain.clone(), Box::new(|| PATIENT));
+        let server = tokio::spawn(async move {
+            open.await;
+            serving.await
+        });
         Self {
             metrics,
             address,

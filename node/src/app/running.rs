@@ -22,6 +22,7 @@ use api::tls::CertificateMetrics;
 use api::traces::{SpanExport, Tracer, TracingMetrics, TracingSettings};
 use arc_swap::ArcSwap;
 use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use raft::{PeerSecret, Role, Tcp};
 use state::command::Item;
 use state::ids::ReplicaId;
@@ -155,9 +156,8 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let server = Server::new(sockets.data, proxy).leaving(stops.leaving.clone());
     let server = server.with_tls(tls.data.clone());
     let server = server.run_until(stops.no_more_requests.clone(), deadline(&drain));
-    let warm = warm(&core, lifecycle.clone(), stops.no_more_requests.clone()).shared();
-    let picker = picker.map(|picker| tokio::spawn(serve_when(warm.clone(), picker)));
-    let proxy = tokio::spawn(serve_when(warm, server));
+    let warm = warm(&core, lifecycle.clone(), stops.no_more_requests.clone());
+    let (proxy, picker) = serve_when(warm, server, picker);
     let file = (file, (reload_requests, log_level));
     let shown = (metrics, discovery);
     let admin = admin(&core, reading, shown, (readiness, file), &config);
@@ -445,14 +445,22 @@ fn warm(
     }
 }
 
-/// Takes the connections of a listener once the replica is warm (I146). Until then they wait in its
-/// backlog.
-async fn serve_when(
-    warm: impl Future<Output = ()>,
-    serving: impl Future<Output = DrainResult>,
-) -> DrainResult {
-    warm.await;
-    serving.await
+/// Takes connections for the data plane and the picker once the replica is warm (I146). Until then
+/// they wait in the listeners' backlogs.
+fn serve_when(
+    warm: impl Future<Output = ()> + Send + 'static,
+    server: BoxFuture<'static, DrainResult>,
+    picker: Option<BoxFuture<'static, DrainResult>>,
+) -> (JoinHandle<DrainResult>, Option<JoinHandle<DrainResult>>) {
+    let warm = warm.shared();
+    let start = |serving: BoxFuture<'static, DrainResult>| {
+        let warm = warm.clone();
+        tokio::spawn(async move {
+            warm.await;
+            serving.await
+        })
+    };
+    (start(server), picker.map(start))
 }
 
 /// How long open requests may take to end, as configured when it is asked.

@@ -2,7 +2,7 @@
 //! drains.
 
 use std::io::{self, Cursor};
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::pin::pin;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -16,7 +16,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -27,16 +27,12 @@ use super::Picker;
 use super::ext_proc::external_processor_server::ExternalProcessorServer;
 use super::service::PickerService;
 use crate::backends::pool::prepare;
+use crate::bounded_listener::{BoundedConnection, BoundedListener};
 use crate::proxy::DrainResult;
-use crate::seldom::Seldom;
 use crate::tls::{self, ClearRefusal, MaybeTls, ServerConfig};
 
 /// Most connections of gateways: each carries many streams.
 const CONNECTIONS_MAX: usize = 1024;
-/// Pause after a failed accept: the usual cause, no free descriptors, does not end at once.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// The log has one line about failed accepts in this time.
-const ACCEPT_TOLD_EVERY: Duration = Duration::from_secs(10);
 /// A connection that is about to begin when the drain begins has so long to do so.
 const LINGER: Duration = Duration::from_millis(250);
 /// h2 flow-control window of a stream and of a connection, in bytes: prompts can be long.
@@ -73,8 +69,8 @@ impl PickerServer {
         }
     }
 
-    /// Serves until `drain` is cancelled. Then stops accepting, lets every stream finish, and cuts
-    /// what is left after the deadline, which is asked for when the drain begins.
+    /// Serves until `drain` is cancelled. Then accepts only those that are in the backlog, lets every
+    /// stream finish, and cuts what is left after the deadline, which is asked for when the drain begins.
     #[must_use]
     pub fn run_until(
         self,
@@ -96,34 +92,29 @@ impl PickerServer {
         } = self;
         let connections = TaskTracker::new();
         let cut = CancellationToken::new();
-        let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-        let failures = Seldom::new(1, ACCEPT_TOLD_EVERY);
+        let listener = BoundedListener::new(listener, CONNECTIONS_MAX, "gateways");
+        let serve = |accepted: BoundedConnection| {
+            let connection = GatewayConnection {
+                picker: Arc::clone(&picker),
+                tls: tls.as_ref().map(|current| current()),
+                peer: accepted.peer.ip().to_canonical(),
+                drain: drain.clone(),
+                cut: cut.clone(),
+                _place: accepted.place,
+            };
+            connections.spawn(connection.serve(accepted.stream));
+        };
         loop {
-            let accepted = tokio::select! {
+            tokio::select! {
                 biased;
                 () = drain.cancelled() => break,
-                accepted = accept(&listener, &room) => accepted,
-            };
-            match accepted {
-                Ok((stream, peer, permit)) => {
-                    let connection = GatewayConnection {
-                        picker: Arc::clone(&picker),
-                        tls: tls.as_ref().map(|current| current()),
-                        peer: peer.ip().to_canonical(),
-                        drain: drain.clone(),
-                        cut: cut.clone(),
-                        _permit: permit,
-                    };
-                    connections.spawn(connection.serve(stream));
-                }
-                Err(error) => {
-                    if let Some(suppressed) = failures.may_say() {
-                        tracing::warn!(%error, suppressed, "accept of a gateway failed");
-                    }
-                    sleep(ACCEPT_PAUSE).await;
-                }
+                accepted = listener.accept() => serve(accepted),
             }
         }
+        while let Some(accepted) = listener.accept_waiting() {
+            serve(accepted);
+        }
+        drop(listener);
         connections.close();
         let _: Result<(), _> = timeout(deadline(), connections.wait()).await;
         let left = connections.len();
@@ -135,17 +126,6 @@ impl PickerServer {
         picker.tasks.wait().await;
         DrainResult { cut: left }
     }
-}
-
-/// The next connection, once there is room for it. Cancelled, it loses nothing.
-async fn accept(
-    listener: &TcpListener,
-    room: &Arc<Semaphore>,
-) -> io::Result<(TcpStream, SocketAddr, Option<OwnedSemaphorePermit>)> {
-    // The semaphore is never closed.
-    let permit = Arc::clone(room).acquire_owned().await.ok();
-    let (stream, peer) = listener.accept().await?;
-    Ok((stream, peer, permit))
 }
 
 /// What an HTTP/2 connection begins with, in bytes.
@@ -171,7 +151,7 @@ struct GatewayConnection {
     peer: IpAddr,
     drain: CancellationToken,
     cut: CancellationToken,
-    _permit: Option<OwnedSemaphorePermit>,
+    _place: OwnedSemaphorePermit,
 }
 
 impl GatewayConnection {
