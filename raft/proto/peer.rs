@@ -380,11 +380,15 @@ pub struct Transfer {
     #[prost(uint64, tag = "1")]
     pub to: u64,
 }
-/// A replica without a cluster asks to be added as a learner.
+/// A replica asks to be added as a learner: it has no cluster, or was removed, or its log has a
+/// membership with it that was perhaps never agreed on.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Join {
     #[prost(message, optional, tag = "1")]
     pub member: ::core::option::Option<Member>,
+    /// That membership's entry. Where it was agreed on, the replica was removed since.
+    #[prost(message, optional, tag = "2")]
+    pub added_by: ::core::option::Option<LogId>,
 }
 /// A member tells its present address and labels.
 #[derive(Clone, PartialEq, ::prost::Message)]

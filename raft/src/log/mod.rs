@@ -142,6 +142,12 @@ impl LogStore {
         lock(&self.memory.0).purged
     }
 
+    /// Whether this entry is in the log. One that was purged is not.
+    pub(crate) async fn holds(&self, id: LogId) -> io::Result<bool> {
+        let found = self.read_all(id.index..id.index.saturating_add(1)).await?;
+        Ok(found.iter().any(|entry| entry.log_id == id))
+    }
+
     /// How long syncs took so far.
     pub(crate) fn sync_times(&self) -> SyncTimes {
         self.writer.sync_times()

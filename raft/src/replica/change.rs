@@ -24,7 +24,7 @@ use super::introduction::check_told;
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::net::{CallError, LinkLane};
-use crate::types::{Metrics, Node};
+use crate::types::{LogId, Metrics, Node};
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
@@ -256,7 +256,8 @@ impl ReplicaInner {
             Change::AddLearner(add) => self.add_here(add.id, &add.address, None).await,
             Change::Join(proto::Join {
                 member: Some(member),
-            }) => self.join_here(member).await,
+                added_by,
+            }) => self.join_here(member, added_by.map(LogId::from)).await,
             Change::Describe(proto::Describe {
                 member: Some(member),
             }) => self.describe_here(member).await,
@@ -266,7 +267,7 @@ impl ReplicaInner {
                 Err(why) => Outcome::Refused(why),
             },
             Change::Transfer(_)
-            | Change::Join(proto::Join { member: None })
+            | Change::Join(proto::Join { member: None, .. })
             | Change::Describe(proto::Describe { member: None }) => {
                 Outcome::Refused("an unknown change".to_owned())
             }
@@ -310,8 +311,10 @@ impl ReplicaInner {
     }
 
     /// Lets a replica in that asks for it: as a new learner, at a new address, or in the place of
-    /// the member that it was before it lost its store.
-    async fn join_here(&self, member: proto::Member) -> Outcome {
+    /// the member that it was before it lost its store. A request may arrive long after it was
+    /// made: one that is `added_by` an entry of the log here comes from a member that was removed
+    /// since.
+    async fn join_here(&self, member: proto::Member, added_by: Option<LogId>) -> Outcome {
         let id = member.id;
         if let Some(known) = self.node(id) {
             if !self.options.replaces_lost || known.store == member.store {
@@ -324,6 +327,12 @@ impl ReplicaInner {
             let removed = self.remove_here(id).await;
             if !matches!(removed, Outcome::Changed(_)) {
                 return removed;
+            }
+        } else if let Some(added_by) = added_by {
+            match self.log.holds(added_by).await {
+                Ok(false) => {}
+                Ok(true) => return Outcome::Refused(format!("replica {id} was removed")),
+                Err(error) => return Outcome::Unknown(error.to_string()),
             }
         }
         let told = Node::from(member);

@@ -35,7 +35,7 @@ use crate::locks::lock;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
 use crate::status::{PeerFinding, PeerState, Role};
-use crate::types::Node;
+use crate::types::{LogId, Node};
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
@@ -343,6 +343,7 @@ impl ReplicaInner {
         for info in found.peers.values().filter(|info| info.is_member) {
             let join = proto::Join {
                 member: Some(member.clone()),
+                added_by: None,
             };
             let request = proto::ChangeRequest {
                 cluster_high: info.cluster_high,
@@ -394,19 +395,22 @@ impl ReplicaInner {
         let id = self.links.identity.id;
         let mut status = self.status.subscribe();
         loop {
-            let known = self.node(id);
-            let told = known.map(|known| (self.described(known.cluster), known));
-            let change = match told {
+            let change = match self.entry() {
                 // The membership that names this replica was never committed: ask to join again.
-                Some((described, _)) if !self.is_agreed_member() => {
-                    let member = Some(wire::member(id, &described));
-                    Some(Change::Join(proto::Join { member }))
+                Some((known, Some(added_by))) => {
+                    let member = wire::member(id, &self.described(known.cluster));
+                    Some(Change::Join(proto::Join {
+                        member: Some(member),
+                        added_by: Some(added_by.into()),
+                    }))
                 }
-                Some((described, known)) if described != known => {
-                    let member = Some(wire::member(id, &described));
-                    Some(Change::Describe(proto::Describe { member }))
-                }
-                Some(_) => self.wanted_vote(),
+                Some((known, None)) => match self.described(known.cluster) {
+                    described if described == known => self.wanted_vote(),
+                    described => {
+                        let member = Some(wire::member(id, &described));
+                        Some(Change::Describe(proto::Describe { member }))
+                    }
+                },
                 None => None,
             };
             let pause = match change {
@@ -436,12 +440,18 @@ impl ReplicaInner {
         }
     }
 
-    /// Whether this replica is in the newest membership known to be committed.
-    fn is_agreed_member(&self) -> bool {
+    /// What the newest membership here says of this replica. With the entry of that membership, if
+    /// the newest that is known to be committed does not name this replica.
+    fn entry(&self) -> Option<(Node, Option<LogId>)> {
         let id = self.links.identity.id;
+        // One look: between two of them this replica may learn that it was removed.
         self.with_metrics(|metrics| {
-            let committed = metrics.committed_membership_config.membership();
-            committed.get_node(&id).is_some()
+            let newest = &metrics.membership_config;
+            let known = newest.membership().get_node(&id)?;
+            let agreed = metrics.committed_membership_config.membership();
+            let is_agreed = agreed.get_node(&id).is_some();
+            let added_by = newest.log_id().filter(|_| !is_agreed);
+            Some((known.clone(), added_by))
         })
     }
 

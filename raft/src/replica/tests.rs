@@ -8,7 +8,7 @@ use tokio::net::TcpListener;
 use crate::replica::Replica;
 use crate::status::Role;
 use crate::testing;
-use crate::types::Metrics;
+use crate::types::{LogId, Metrics, log_id};
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
@@ -205,6 +205,44 @@ async fn what_a_removed_member_told_before_does_not_bring_it_back() {
     let mut status = one.watch();
     let gone = status.wait_for(|status| !status.members.contains_key(&2));
     gone.await.unwrap();
+    one.shutdown().await;
+    two.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_removed_member_is_let_in_again_only_if_it_asks_after_its_removal() {
+    let (one, two) = two_led_by_the_first().await;
+    let known = one.inner.node(2).unwrap();
+    let added_by = one
+        .inner
+        .with_metrics(|metrics| *metrics.membership_config.log_id());
+    let asked = |added_by: Option<LogId>| {
+        let member = Some(wire::member(2, &known));
+        let added_by = added_by.map(Into::into);
+        one.inner.pass_change(proto::ChangeRequest {
+            from: 2,
+            from_store: known.store,
+            change: Some(Change::Join(proto::Join { member, added_by })),
+            ..proto::ChangeRequest::default()
+        })
+    };
+    one.remove(2).await.unwrap();
+
+    // Asked before it knew that it had become a member.
+    let late = asked(added_by).await;
+    assert!(
+        matches!(&late, Outcome::Refused(why) if why == "replica 2 was removed"),
+        "{late:?}"
+    );
+    assert!(one.inner.node(2).is_none());
+
+    // A former leader added it, and nobody else has that entry.
+    let lost = added_by.map(|it| log_id(it.leader_id.term + 9, 1, it.index));
+    let orphaned = asked(lost).await;
+    assert!(matches!(orphaned, Outcome::Changed(_)), "{orphaned:?}");
+    one.remove(2).await.unwrap();
+    let again = asked(None).await;
+    assert!(matches!(again, Outcome::Changed(_)), "{again:?}");
     one.shutdown().await;
     two.shutdown().await;
 }
