@@ -137,6 +137,11 @@ impl LogStore {
         state.vote.is_none() && state.last.is_none()
     }
 
+    /// Whether there is an entry, or was one before the log was purged.
+    pub(crate) fn has_entries(&self) -> bool {
+        lock(&self.memory.0).last.is_some()
+    }
+
     /// The last entry purged: a snapshot must reach it.
     pub(crate) fn purged(&self) -> Option<LogId> {
         lock(&self.memory.0).purged

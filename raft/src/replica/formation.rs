@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
+use openraft::async_runtime::WatchReceiver;
 use tokio::time::Instant;
 
 use super::ReplicaInner;
@@ -35,7 +36,7 @@ use crate::locks::lock;
 use crate::net::PeerClient;
 use crate::options::{Formation, Peers};
 use crate::status::{PeerFinding, PeerState, Role};
-use crate::types::{LogId, Node};
+use crate::types::{LogId, Metrics, Node};
 use crate::wire::proto::change_request::Change;
 use crate::wire::proto::change_response::Result as Outcome;
 use crate::wire::{self, proto};
@@ -72,6 +73,7 @@ pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), Strin
 
 /// Gets this replica into a cluster, then keeps its membership entry up to date.
 pub(super) async fn keep_membership(inner: Arc<ReplicaInner>) {
+    inner.know_own_log().await;
     inner.get_in().await;
     inner.keep_described().await;
 }
@@ -117,6 +119,18 @@ impl ReplicaInner {
             }
             Ok(Err(error)) => tracing::warn!(%error, "first command was not committed"),
             Err(_) => tracing::warn!("first command was not committed in time"),
+        }
+    }
+
+    /// Waits until Raft's metrics tell of the log that this replica started with. Until then it
+    /// would take itself for new, and one that was removed would join again by itself.
+    async fn know_own_log(&self) {
+        let mut metrics = self.raft.metrics();
+        let is_told = |metrics: &Metrics| metrics.last_log_index.is_some();
+        while self.log.has_entries() && !is_told(&metrics.borrow_and_update()) {
+            if metrics.changed().await.is_err() {
+                return;
+            }
         }
     }
 
