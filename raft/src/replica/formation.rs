@@ -22,7 +22,6 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
-use openraft::async_runtime::WatchReceiver;
 use tokio::time::Instant;
 
 use super::ReplicaInner;
