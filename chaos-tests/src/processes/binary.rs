@@ -1,7 +1,8 @@
-//! Finds the `quorate` binary in the target folder of the cargo that runs the tests, and builds it
-//! if needed.
+//! Finds the program that runs as replicas and engines: the one that cargo built for the tests, or
+//! the shipped one, which is built first.
 
 use std::env;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -10,8 +11,11 @@ use anyhow::{Context as _, ensure};
 
 /// Names a program to be tested in place of the one in the workspace.
 const OVERRIDE: &str = "QUORATE_BIN";
+/// Where cargo names the program that it built for integration tests. A build of the shipped program
+/// would have other features, and compile most of the workspace again.
+const FOR_TESTS: &str = "CARGO_BIN_EXE_quorate-under-test";
 
-/// The program, built once per process in the profile of the tests.
+/// The program; the shipped one is built once per process, in the profile of the caller.
 pub(super) fn quorate() -> anyhow::Result<PathBuf> {
     static BINARY: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let built = BINARY.get_or_init(|| find().map_err(|error| format!("{error:#}")));
@@ -28,12 +32,11 @@ fn find() -> anyhow::Result<PathBuf> {
         );
         return Ok(path);
     }
-    // Programs lie in `<target>/<profile>`, tests in `deps` below it.
-    let own = env::current_exe().context("find this program")?;
-    let mut profile_dir = own.parent().context("find the target folder")?;
-    if profile_dir.ends_with("deps") {
-        profile_dir = profile_dir.parent().context("find the target folder")?;
+    if let Some(path) = env::var_os(FOR_TESTS) {
+        return Ok(path.into());
     }
+    let own = env::current_exe().context("find this program")?;
+    let profile_dir = own.parent().context("find the target folder")?;
     build(profile_dir)?;
     let path = profile_dir.join(format!("quorate{}", env::consts::EXE_SUFFIX));
     ensure!(path.is_file(), "no program at {}", path.display());
@@ -47,7 +50,17 @@ fn build(profile_dir: &Path) -> anyhow::Result<()> {
         Some(profile) => profile,
     };
     let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo)
+    let mut command = Command::new(cargo);
+    // What cargo tells the programs that it runs would have build scripts run again that look at it
+    // (ring's), and all that depends on them compiled anew.
+    let is_told = |name: &OsString| {
+        let name = name.to_string_lossy();
+        name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
+    };
+    for name in env::vars_os().map(|(name, _)| name).filter(is_told) {
+        command.env_remove(name);
+    }
+    let status = command
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .args([
             "build",
