@@ -67,8 +67,18 @@ function navigation() {
   swap(side, Object.entries(PAGES).map(([name, it]) => h('a', { href: `#/${name}`, 'data-page': name }, icon(name), h('span', null, it.title))));
 }
 
-/** Where the page is: `#/decisions/ID` is ['decisions', 'ID']. */
-const place = () => location.hash.replace(/^#\//, '').split('/').map((it) => decodeURIComponent(it));
+/** A part of the address as it was before it was encoded; what nobody encoded is left as it is. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+/** Where the page is: `#/decisions/ID` is ['decisions', 'ID'], and what begins with `?` is a query. */
+const place = () => location.hash.replace(/^#\//, '').split('/')
+  .map((it) => (it.startsWith('?') ? new URLSearchParams(it.slice(1)) : decoded(it)));
 
 function go() {
   page.abort();

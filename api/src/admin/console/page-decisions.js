@@ -13,8 +13,8 @@ export const title = 'Decisions';
 const SHOWN = 12;
 
 export function mount(root, signal, [given = '']) {
-  const query = new URLSearchParams(given.startsWith('?') ? given.slice(1) : '');
-  let open = given.startsWith('?') ? '' : given;
+  const query = given instanceof URLSearchParams ? given : new URLSearchParams();
+  let open = given === query ? '' : given;
   let isHeld = false;
   /** Id of the decision that is drawn, until its end is. */
   let unended = '';
