@@ -311,6 +311,25 @@ const tests = {
     await page.done();
   },
 
+  async 'who is deleted is gone, and the last page of backends counts'({ browser, cluster }) {
+    await cluster.call('PUT', '/admin/v1/users/leaver', { weight_milli: 2000 });
+    await cluster.call('PUT', '/admin/v1/backends/nowhere', { url: 'http://127.0.0.1:9', models: ['elsewhere'] });
+    const page = await open(browser, cluster);
+    await show(page, 'users');
+    // As with more backends than fit a page.
+    await page.route(/\/admin\/v1\/backends\?/, (route) => route.continue({ url: route.request().url().replace('limit=1000', 'limit=2') }));
+    await show(page, 'overview');
+    await tile(page, 'Worst backend', { hasText: 'nowhere' });
+    await cluster.call('DELETE', '/admin/v1/backends/nowhere');
+    await tile(page, 'Worst backend', { hasNotText: 'nowhere' });
+    await show(page, 'users');
+    const leaver = page.getByRole('button', { name: 'leaver', exact: true });
+    await leaver.waitFor();
+    await cluster.call('DELETE', '/admin/v1/users/leaver');
+    await leaver.waitFor({ state: 'hidden' });
+    await page.done();
+  },
+
   async 'a leader is killed while the page is open'({ browser, cluster }) {
     const { leader } = await cluster.get('/admin/v1/cluster');
     const other = (leader % 3) + 1;

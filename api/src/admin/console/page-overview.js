@@ -1,6 +1,6 @@
 // What an operator looks at first.
 
-import { every, get } from './api.js';
+import { every, pages } from './api.js';
 import { lines, setStatus, status } from './charts.js';
 import { attr, h, keyed, put, swap } from './dom.js';
 import { NONE, bytes, count, duration, ms, percent, plural, rate, time } from './format.js';
@@ -149,8 +149,9 @@ export function mount(root, signal) {
   watch(signal, (what) => (what === 'event' ? showEvents() : show()));
   worst.show('…', 'Reading the backends');
   every(4000, signal, async (it) => {
-    const list = await get('/admin/v1/backends?limit=1000', it);
-    const all = judge(list.backends);
+    const found = [];
+    await pages('/admin/v1/backends', (page) => found.push(...page.backends), it);
+    const all = judge(found);
     sick = all.filter((one) => one.level > 2).map((one) => one.id);
     const judged = all[0];
     if (!judged) worst.show('None', 'No backend is registered', 'fault');

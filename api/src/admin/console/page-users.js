@@ -110,6 +110,9 @@ export function mount(root, signal, [wanted]) {
   }
 
   let cursor = '';
+  // Who was seen since the first page: whoever was not by the last one is gone.
+  let seen = new Set();
+  const take = (it) => { known.set(it.key, it); seen.add(it.key); };
   every(1000, signal, async () => {
     const here = await get('/admin/v1/waiting?limit=1000', signal);
     waits = new Map(here.waiting.map((it) => [it.user, it.waited_ms]));
@@ -117,15 +120,19 @@ export function mount(root, signal, [wanted]) {
     // One page of all users a second, round and round: 10,000 are read in ten.
     do {
       const page = await get(`/admin/v1/users?limit=1000${cursor ? `&cursor=${cursor}` : ''}`, signal);
-      page.users.forEach((it) => known.set(it.key, it));
+      page.users.forEach(take);
       cursor = page.next_cursor ?? '';
+      if (!cursor) {
+        [...known.keys()].filter((it) => !seen.has(it)).forEach((it) => known.delete(it));
+        seen = new Set();
+      }
     } while (cursor && !isWhole);
     isWhole = true;
     show();
   }, (fault) => { if (!known.size) put(summary, fault.message); });
   get('/admin/v1/admission', signal).then((it) => { isUncachedOnly = it.config.charge === 'uncached'; }, () => {});
   watch(signal, (what) => {
-    if (what === 'written' && open) get(`/admin/v1/users/${encodeURIComponent(open)}`, signal).then((it) => { known.set(it.key, it); show(); }, () => {});
+    if (what === 'written' && open) get(`/admin/v1/users/${encodeURIComponent(open)}`, signal).then((it) => { take(it); show(); }, () => {});
   });
 }
 
