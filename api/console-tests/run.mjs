@@ -330,6 +330,19 @@ const tests = {
     await page.done();
   },
 
+  async 'events go on where they ended'({ browser, cluster }) {
+    const page = await open(browser, cluster, { id: 3 });
+    await page.getByText(/Replica \d leads term/).first().waitFor();
+    page.lost = true;
+    const again = page.waitForRequest((it) => it.url().endsWith('/admin/v1/events') && 'last-event-id' in it.headers());
+    await show(page, 'log');
+    await cluster.kill('replica-3');
+    cluster.startReplica(3);
+    assert.match((await again).headers()['last-event-id'], /^[0-9a-f]{8}-\d+$/);
+    await page.getByText('This replica has started anew').first().waitFor({ timeout: 60_000 });
+    await page.done();
+  },
+
   async 'a leader is killed while the page is open'({ browser, cluster }) {
     const { leader } = await cluster.get('/admin/v1/cluster');
     const other = (leader % 3) + 1;

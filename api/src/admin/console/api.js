@@ -20,8 +20,8 @@ export const token = {
 /** Told of every answer, and of calls without one: `onanswer(is_there)`. `onunauthorized`: sign in. */
 export const hooks = { onanswer: () => {}, onunauthorized: () => {} };
 
-async function open(method, path, { body, signal } = {}) {
-  const headers = { accept: 'application/json' };
+async function open(method, path, { body, signal, ...more } = {}) {
+  const headers = { accept: 'application/json', ...more.headers };
   const secret = token.get();
   if (secret) headers.authorization = `Bearer ${secret}`;
   if (body !== undefined) headers['content-type'] = 'application/json';
@@ -93,12 +93,13 @@ export async function every(ms, signal, look, failed = () => {}) {
   }
 }
 
-/** Reads events until `signal`, and begins anew when the stream ends. */
+/** Reads events until `signal`. When the stream ends it goes on behind the last event, or is told what it missed. */
 export async function follow(signal, take) {
   let pause = 500;
+  let last = '';
   while (!signal.aborted) {
     try {
-      const answer = await open('GET', '/admin/v1/events', { signal });
+      const answer = await open('GET', '/admin/v1/events', { signal, headers: last ? { 'last-event-id': last } : {} });
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = '';
       for (;;) {
@@ -111,6 +112,7 @@ export async function follow(signal, take) {
           const line = (name) => part.split('\n').find((it) => it.startsWith(`${name}:`))?.slice(name.length + 1).trim();
           const data = line('data');
           if (data) take(line('event'), JSON.parse(data));
+          last = line('id') ?? last;
         }
       }
     } catch (fault) {

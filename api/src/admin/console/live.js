@@ -81,10 +81,12 @@ export function begin(signal) {
   };
   every(1000, signal, async (it) => took(await get('/admin/v1/replicas', it)));
   follow(signal, (name, data) => {
-    if (name === 'connected' || name === 'missed') return;
-    live.events.unshift(data);
+    if (name === 'connected') return;
+    live.events.unshift(name === 'missed' ? { event: name, at_ms: Date.now(), ...data } : data);
     if (live.events.length > EVENTS_KEPT) live.events.pop();
     tell('event');
+    // What happened unseen may have changed anything.
+    if (name === 'missed') refresh();
   });
 }
 

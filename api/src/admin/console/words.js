@@ -85,6 +85,7 @@ export function event(it) {
     case 'policy': return [`Policy is ${it.config?.policy}`];
     case 'ownership': return [`Ownership of ${it.id} is ${it.mode}${it.reason ? `: ${it.reason}` : ''}`];
     case 'digest-mismatch': return [`Replica ${it.peer} has another state at index ${it.index}`, 'bad'];
+    case 'missed': return [it.events === null ? 'This replica has started anew: events before are not known' : `${it.events} events were missed`, 'bad'];
     default: return [it.event];
   }
 }
