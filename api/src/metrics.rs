@@ -280,6 +280,12 @@ impl ScrapedReplica {
             members().map(|(id, member)| (id, i64::from(member.is_connected))),
         )?;
         page.gauges(
+            "quorate_raft_member_is_voter",
+            "1 if the member is a voter, 0 if it is a learner",
+            "replica",
+            members().map(|(id, member)| (id, i64::from(member.is_voter))),
+        )?;
+        page.gauges(
             "quorate_raft_member_lag_entries",
             "Entries the member lags behind, as far as this replica knows",
             "replica",

@@ -452,6 +452,19 @@ async fn changes_are_found_and_sent() {
 }
 
 #[test]
+fn metrics_tell_voters_from_learners() {
+    let bench = Bench::new();
+    let mut status = bench.cluster.status.lock().unwrap();
+    status.members.get_mut(&ReplicaId(2)).unwrap().is_voter = false;
+    drop(status);
+    let page = bench.admin.metrics.encode_text();
+    for (replica, votes) in [(1, 1), (2, 0)] {
+        let line = format!("\nquorate_raft_member_is_voter{{replica=\"{replica}\"}} {votes}\n");
+        assert!(page.contains(&line), "{page}");
+    }
+}
+
+#[test]
 fn changes_of_the_status_are_told_in_order() {
     use crate::events::{MemberChange, status_changes};
     let before = status();
