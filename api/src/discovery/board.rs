@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
@@ -323,17 +323,37 @@ impl Collector for DiscoveryMetrics {
             &CHANGES,
             |card| &card.changes,
         )?;
-        let mut answered = encoder.encode_descriptor(
+        gauges(
+            &mut encoder,
+            "quorate_discovery_is_failing",
+            "1 while the last look of this replica at a source gave no answer",
+            sources
+                .iter()
+                .map(|(id, card)| (&**id, i64::from(card.error.is_some()))),
+        )?;
+        gauges(
+            &mut encoder,
             "quorate_discovery_answered_timestamp_seconds",
             "When a source last answered this replica; 0 if never",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (id, card) in &*sources {
-            let at = card.answered_at_ms.unwrap_or(0) as f64 / 1000.0;
-            let labels = [("source", &**id)];
-            ConstGauge::new(at).encode(answered.encode_family(&labels)?)?;
-        }
-        Ok(())
+            sources.iter().map(|(id, card)| {
+                let at_ms = card.answered_at_ms.unwrap_or(0);
+                (&**id, at_ms as f64 / 1000.0)
+            }),
+        )
     }
+}
+
+/// Writes a gauge of each source.
+fn gauges<'a, V: EncodeGaugeValue>(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    values: impl Iterator<Item = (&'a str, V)>,
+) -> fmt::Result {
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    for (source, value) in values {
+        let labels = [("source", source)];
+        family.encode_family(&labels)?.encode_gauge(&value)?;
+    }
+    Ok(())
 }

@@ -104,6 +104,9 @@ async fn a_fleet_follows_its_file_and_outlives_an_empty_one() {
     write_text(&file, "[");
     let is_broken = async || source(&http, &at[0]).await["error"].is_string();
     until("the broken file is told", is_broken).await;
+    let page = http.text(&format!("http://{}/metrics", at[0].admin)).await;
+    let failing = "\nquorate_discovery_is_failing{source=\"rack\"} ";
+    assert!(page.contains(&format!("{failing}1\n")), "{page}");
     assert_eq!(registered(&http, &at[0]).await, ["rack-e0", "rack-e1"]);
 
     // All is replaced, one is refused: what takes no place of another is put at once.
@@ -119,6 +122,7 @@ async fn a_fleet_follows_its_file_and_outlives_an_empty_one() {
     let headers = http.chat(&at[0], "ada", "Is the lamp lit?").await;
     assert_eq!(headers["x-quorate-backend"], "rack-e2");
     for line in [
+        r#"quorate_discovery_is_failing{source="rack"} 0"#,
         r#"quorate_discovery_engines{source="rack",state="registered"} 1"#,
         r#"quorate_discovery_changes_total{source="rack",change="forgotten"} 2"#,
     ] {
