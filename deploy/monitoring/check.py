@@ -1,6 +1,9 @@
 """Every expression of the dashboards and alerts, asked of a Prometheus that scrapes a cluster under load.
 
-Each panel must have data, but for those of what did not happen, which are named below.
+Each panel must have data, but for those of what did not happen, which are named below. Prometheus must have
+evaluated each alert, and know every metric that one asks for. What replicas show passes `promtool check metrics`.
+Before that: each alert is in both copies of the rules, is in the runbook, has a test in which it fires, and a
+quiet hour that has all its metrics.
 """
 
 import glob
@@ -8,8 +11,10 @@ import http.client
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import urllib.error
@@ -22,12 +27,16 @@ sys.path.insert(0, os.path.dirname(HERE))
 from cluster import Cluster, free_ports, get, on_loopback  # noqa: E402
 
 QUORATE = os.environ["QUORATE"]
+RULES = f"{HERE}/../kubernetes/helm/quorate/files/alerts.yaml"
+RULES_OF_KUSTOMIZE = f"{HERE}/../kubernetes/components/monitoring/prometheusrule.yaml"
 REPLICAS = 3
 ENGINES = 2
 # Seconds of load before the leader is killed, and after.
 LOAD = 25
 # Expressions without data here: nothing of the kind happened, and their series begin with the first time.
 MAY_BE_EMPTY = ["quorate_admission_refused_total", "quorate_route_filtered_total", 'outcome!="finished"']
+# Metrics of alerts without series here: no listener has TLS, and no model is in panic.
+MAY_HAVE_NO_SERIES = {"quorate_tls_certificate_expiry_seconds", "quorate_route_panic"}
 
 
 class MonitoredCluster(Cluster):
@@ -41,8 +50,13 @@ class MonitoredCluster(Cluster):
             events, replay = f"tcp://{events}", f"tcp://{replay}"
             flags = ["--speed", "20", "--kv-events", events, "--kv-replay", replay]
             self.add_engine(listen, *flags, kv_events=events, kv_replay=replay)
-        # A limit, so that requests wait.
-        self.configure("admission.concurrency = 2", '[[models]]\nname = "*"\ntokenizer = "engine"\n')
+        # A limit, so that requests wait; an access log and a source, if of no engines, as alerts ask for both.
+        engines = f"{folder}/engines.json"
+        with open(engines, "w", encoding="utf-8") as file:
+            file.write("[]")
+        settings = f'admission.concurrency = 2\nlog.access = "all"\nlog.access_file = "{folder}/access.log"\n'
+        source = f'[[discovery]]\nid = "rack"\nkind = "file"\npath = "{engines}"\n'
+        self.configure(settings, '[[models]]\nname = "*"\ntokenizer = "engine"\n' + source)
         self.is_over = threading.Event()
 
     def start_prometheus(self):
@@ -50,7 +64,7 @@ class MonitoredCluster(Cluster):
         with open(f"{self.folder}/prometheus.yml", "w", encoding="utf-8") as config:
             config.write(
                 "global: { scrape_interval: 1s, evaluation_interval: 1s }\n"
-                f"rule_files: [{HERE}/../kubernetes/helm/quorate/files/alerts.yaml]\n"
+                f"rule_files: [{RULES}]\n"
                 f"scrape_configs: [{{ job_name: quorate, static_configs: [{{ targets: {targets} }}] }}]\n"
             )
         self.start("prometheus", "prometheus", f"--config.file={self.folder}/prometheus.yml",
@@ -85,13 +99,19 @@ class MonitoredCluster(Cluster):
                     return number
         raise ValueError("nobody leads")
 
+    def ask(self, path):
+        return json.loads(get(f"http://127.0.0.1:{self.prometheus}/api/v1/{path}"))["data"]
+
     def query(self, expression):
         query = urllib.parse.urlencode({"query": expression})
         try:
-            answer = get(f"http://127.0.0.1:{self.prometheus}/api/v1/query?{query}")
+            return self.ask(f"query?{query}")["result"]
         except urllib.error.HTTPError as error:
             sys.exit(f"{expression}: {error.read().decode()}")
-        return json.loads(answer)["data"]["result"]
+
+    def has_data(self, expression):
+        """Whether a number is among the results: a quotient of nothing by nothing says as much as no result."""
+        return any(each["value"][1] != "NaN" for each in self.query(expression))
 
     def stop(self):
         self.is_over.set()
@@ -111,25 +131,51 @@ def panels():
             yield f"{dashboard['title']}: {annotation['name']}", annotation["expr"].replace("$job", ".+")
 
 
-def are_known():
-    """What is asked for is what the reference lists."""
-    with open(f"{HERE}/../../docs/reference/metrics.md", encoding="utf-8") as file:
-        known = set(re.findall(r"^\| `([a-z_]+)`", file.read(), re.M))
+def read(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def metrics_of(expression):
+    return set(re.findall(r"\b(?:quorate|process)_[a-z_]+|\bup\b", expression))
+
+
+def alerts():
+    """Name and expression of each alert."""
+    return re.findall(r"- alert: (\w+)\n +expr: (.+)", read(RULES))
+
+
+def panels_are_known():
+    """What panels ask for is what the reference lists."""
+    known = set(re.findall(r"^\| `([a-z_]+)`", read(f"{HERE}/../../docs/reference/metrics.md"), re.M))
     ending = re.compile("_(bucket|sum|count)$")
     for title, expression in panels():
-        for name in re.findall(r"(?:quorate|process)_[a-z_]+", expression):
+        for name in metrics_of(expression):
             if name not in known and ending.sub("", name) not in known:
                 sys.exit(f"{title}: {name} is not in docs/reference/metrics.md")
-    with open(f"{HERE}/../../docs/guide/runbook.md", encoding="utf-8") as file:
-        runbook = file.read()
-    with open(f"{HERE}/../kubernetes/helm/quorate/files/alerts.yaml", encoding="utf-8") as file:
-        for alert in re.findall(r"- alert: (\w+)", file.read()):
-            if f"`{alert}`" not in runbook:
-                sys.exit(f"{alert} is not in docs/guide/runbook.md")
+
+
+def alerts_are_complete():
+    """Each alert is documented and tested, and in both copies of the rules."""
+    if read(RULES_OF_KUSTOMIZE).split("spec:\n", 1)[1] != textwrap.indent(read(RULES), "  "):
+        sys.exit(f"{RULES_OF_KUSTOMIZE} does not have the rules of {RULES}")
+    runbook = read(f"{HERE}/../../docs/guide/runbook.md")
+    tests, quiet = read(f"{HERE}/alerts.test.yaml").split("- name: a quiet hour", 1)
+    firing = re.compile(r'alertname="(\w+)",alertstate="firing".*\n.*\n +exp_samples: \[\{ value: 1 \}\]')
+    fires = set(firing.findall(tests))
+    for alert, expression in alerts():
+        if f"`{alert}`" not in runbook:
+            sys.exit(f"{alert} is not in docs/guide/runbook.md")
+        if alert not in fires:
+            sys.exit(f"{alert} fires in no test of alerts.test.yaml")
+        for metric in metrics_of(expression):
+            if f"'{metric}{{" not in quiet:
+                sys.exit(f"the quiet hour of alerts.test.yaml has no {metric}, which {alert} asks for")
 
 
 def main():
-    are_known()
+    panels_are_known()
+    alerts_are_complete()
     with tempfile.TemporaryDirectory() as folder:
         cluster = MonitoredCluster(folder)
         try:
@@ -154,14 +200,47 @@ def run(cluster):
         sys.exit(f"a replica is down, and these alerts know it: {sorted(fired)}")
     cluster.start_replica(leader)
     time.sleep(LOAD)
+    check_panels(cluster)
+    check_alerts(cluster)
+    check_pages(cluster)
+    print(f"alerts while the leader was down: {sorted(fired)}")
+
+
+def check_panels(cluster):
+    """Every panel has data."""
     empty, asked = [], 0
     for title, expression in panels():
         asked += 1
-        if not cluster.query(expression) and not any(part in expression for part in MAY_BE_EMPTY):
+        if not cluster.has_data(expression) and not any(part in expression for part in MAY_BE_EMPTY):
             empty.append(f"{title}: {expression}")
     if empty:
         sys.exit("without data:\n" + "\n".join(empty))
-    print(f"dashboards: {asked} expressions, all with data after the leader was killed; alerts then: {sorted(fired)}")
+    print(f"dashboards: {asked} expressions, all with data after the leader was killed")
+
+
+def check_alerts(cluster):
+    """Prometheus has evaluated every alert without a fault, and has what it asks for."""
+    (group,) = cluster.ask("rules")["groups"]
+    expected = alerts()
+    faults = [f"{rule['name']}: {rule['health']} {rule.get('lastError', '')}" for rule in group["rules"]
+              if rule["health"] != "ok"]  # fmt: skip
+    if faults or sorted(rule["name"] for rule in group["rules"]) != sorted(name for name, _ in expected):
+        sys.exit("alerts that Prometheus could not evaluate:\n" + "\n".join(faults))
+    for alert, expression in expected:
+        for metric in metrics_of(expression) - MAY_HAVE_NO_SERIES:
+            if not cluster.has_data(metric):
+                sys.exit(f"{alert} asks for {metric}, which no replica shows")
+    print(f"alerts: {len(expected)} evaluated by Prometheus, with what they ask for")
+
+
+def check_pages(cluster):
+    """What each replica shows under load is as Prometheus wants it."""
+    for _, admin, _ in cluster.replicas:
+        page = get(f"http://{admin}/metrics")
+        done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, check=False)
+        if done.returncode != 0 or done.stdout or done.stderr:
+            sys.exit(f"promtool check metrics: {done.stdout.decode()}{done.stderr.decode()}")
+    print(f"metrics: the pages of {len(cluster.replicas)} replicas pass promtool check metrics")
 
 
 main()
