@@ -21,6 +21,7 @@ use super::model_metrics::{ModelMeter, ModelMetrics};
 pub use super::outcome::RequestOutcome;
 use super::request_record::RequestRecord;
 use super::stage_metrics::StageMetrics;
+pub use super::status_label::StatusLabel;
 use crate::backends::pool::PoolCounters;
 use crate::error::ProxyError;
 use crate::figures::TimeBuckets;
@@ -38,7 +39,7 @@ pub struct RequestLabels {
     /// How it ended.
     pub outcome: RequestOutcome,
     /// HTTP status the client was told; 0 when it left before.
-    pub code: u16,
+    pub code: StatusLabel,
 }
 
 /// Metrics of one data plane. Clones share their values.
@@ -452,7 +453,7 @@ impl Drop for RequestMetricsGuard {
         }
         let labels = RequestLabels {
             outcome: *outcome,
-            code: *code,
+            code: StatusLabel::from(*code),
         };
         metrics.requests.get_or_create(&labels).inc();
         if let Some(trace) = &self.trace {

@@ -69,6 +69,7 @@ mod splice;
 mod sse;
 mod stage_metrics;
 mod startup;
+mod status_label;
 mod stored;
 mod suspects;
 mod user_models;
@@ -99,7 +100,9 @@ pub use expose::Expose;
 pub use fields::{FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS};
 pub use identify::{RequestOrigin, UserSource};
 pub use keys::{ApiKeys, Holder, KeyEntry, key_user_name};
-pub use metrics::{ProxyMetrics, RecentRequests, RequestLabels, RequestOutcome, Seconds};
+pub use metrics::{
+    ProxyMetrics, RecentRequests, RequestLabels, RequestOutcome, Seconds, StatusLabel,
+};
 pub use piece::ResponseBodyError;
 pub use reading::{ClientRequest, RequestHead, RequestReader};
 pub(crate) use recorder::{RecordingEnd, RecordingLimits, RecordingState, TakenRequest};

@@ -333,6 +333,7 @@ impl Fleet {
     }
 
     pub(crate) fn count(&self, outcome: RequestOutcome, code: u16) -> u64 {
+        let code = code.into();
         self.metrics
             .requests
             .get_or_create(&RequestLabels { outcome, code })

@@ -15,6 +15,7 @@ const INTRODUCTION: &str = "# Metrics
 With `admin.tokens_file` it wants a token, unless `admin.metrics_public` is set.
 Labels are bounded by configuration (backend, replica, policy, outcome); users, prompts, keys and blocks are never labels.
 The label `model` has the first 100 models that are asked for and served, and `other` for the rest.
+The label `code` has the usual statuses, 0 for a client that left before it was told one, and the class of any other: `4xx`, or `other` where there is none.
 Series with the label `backend` appear when the backend is registered and go when it is removed.
 A replica has at most 64 series for each backend, 64 for each model and 512 besides: 512 backends and 50 models are 36,480 at most.
 
