@@ -6,6 +6,7 @@ use std::fmt::Write;
 
 use api::prompt::{ModelSettings, Tokenizer, TokenizerSpec};
 use expect_test::expect_file;
+use lab::engine::LoraOptions;
 
 use super::*;
 
@@ -33,6 +34,10 @@ quorate_route_panic{model=\"m\"} 1
 
 /// Most series of a replica for one backend, for one model, and besides: as the introduction says.
 const SERIES_MAX: [usize; 3] = [64, 64, 512];
+
+/// The fleet that the introduction speaks of.
+const BACKENDS: usize = 512;
+const MODELS: usize = 50;
 
 /// What is said of one metric before its samples, and the labels these have.
 #[derive(Default)]
@@ -180,24 +185,45 @@ fn lint(page: &str) -> Vec<String> {
     faults
 }
 
-/// How many series a page has for the backend and the model that have most, and besides.
-fn series(page: &str) -> [usize; 3] {
-    let (mut backends, mut models) = (BTreeMap::new(), BTreeMap::new());
-    let mut others = 0;
+/// The series of a page.
+#[derive(Default)]
+struct SeriesCount<'a> {
+    backends: BTreeMap<&'a str, usize>,
+    models: BTreeMap<&'a str, usize>,
+    others: usize,
+}
+
+impl SeriesCount<'_> {
+    /// How many the backend and the model have that have most, and how many there are besides.
+    fn most(&self) -> [usize; 3] {
+        let most = |counts: &BTreeMap<&str, usize>| counts.values().copied().max().unwrap_or(0);
+        [most(&self.backends), most(&self.models), self.others]
+    }
+
+    fn assert_bounded(&self) {
+        let found = self.most();
+        let mut bounds = found.iter().zip(SERIES_MAX);
+        let is_bounded = bounds.all(|(found, most)| (1..=most).contains(found));
+        assert!(is_bounded, "{found:?} series of {SERIES_MAX:?}");
+    }
+}
+
+fn series(page: &str) -> SeriesCount<'_> {
+    let mut count = SeriesCount::default();
     for line in page.lines().filter(|line| !line.starts_with('#')) {
         let label = |name: &str| {
             let mut parts = line.split(['{', ',']);
-            parts.find_map(|part| part.strip_prefix(&format!("{name}=\"")))
+            let value = parts.find_map(|part| part.strip_prefix(&format!("{name}=\"")));
+            value.and_then(|value| value.split('"').next())
         };
         match (label("backend"), label("model")) {
             (Some(_), Some(_)) => panic!("backends times models: {line}"),
-            (Some(backend), None) => *backends.entry(backend).or_default() += 1,
-            (None, Some(model)) => *models.entry(model).or_default() += 1,
-            (None, None) => others += 1,
+            (Some(backend), None) => *count.backends.entry(backend).or_default() += 1,
+            (None, Some(model)) => *count.models.entry(model).or_default() += 1,
+            (None, None) => count.others += 1,
         }
     }
-    let most = |counts: BTreeMap<&str, usize>| counts.into_values().max().unwrap_or(0);
-    [most(backends), most(models), others]
+    count
 }
 
 /// Every metric that the code names, so that none is missed for want of a series.
@@ -259,16 +285,67 @@ async fn the_reference_of_metrics_is_what_a_replica_shows() {
     let page = http.text(&format!("http://{}/metrics", at.admin)).await;
     let page = [&page, IN_TROUBLE].concat();
     assert_eq!(lint(&page), Vec::<String>::new());
-    let found = series(&page);
-    let is_bounded = found
-        .iter()
-        .zip(SERIES_MAX)
-        .all(|(found, most)| (1..=most).contains(found));
-    assert!(is_bounded, "{found:?} series of {SERIES_MAX:?}");
+    series(&page).assert_bounded();
     let reference = reference(&page);
     for name in named_metrics() {
         assert!(reference.contains(&name), "{name} is not in the reference");
     }
     expect_file!["../../../docs/reference/metrics.md"].assert_eq(&reference);
+    replica.leave().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_series_of_512_backends_and_50_models_are_as_few_as_the_reference_says() {
+    let dir = TempDir::new().unwrap();
+    let model = |nth: usize| format!("model-{}", nth % MODELS);
+    let options = EngineOptions {
+        speed: 1000.0,
+        lora: LoraOptions {
+            names: (0..MODELS).map(model).collect(),
+            max_loras: 64,
+            load: Duration::ZERO,
+        },
+        ..EngineOptions::default()
+    };
+    let engines = [EmulatedEngine::start(options).await.unwrap()];
+    let replica = lone_replica(&engines, &dir, |config| {
+        let of_all = config.backends.remove(0);
+        let of = |nth: usize| state::command::BackendSpec {
+            id: format!("engine-{nth}"),
+            models: vec![model(nth)],
+            ..of_all.clone()
+        };
+        config.backends = (0..BACKENDS).map(of).collect();
+        // Once is enough.
+        config.probes.interval = Parsed(Duration::from_secs(3600));
+    });
+    let (http, at) = (Http::new(), replica.addresses);
+    let scrape = async || http.text(&format!("http://{}/metrics", at.admin)).await;
+    let are_healthy = async || {
+        let page = scrape().await;
+        let healthy = page
+            .lines()
+            .filter(|line| line.starts_with("quorate_backend_healthy{") && line.ends_with(" 1"));
+        healthy.count() == BACKENDS
+    };
+    until("all are healthy", are_healthy).await;
+    let url = format!("http://{}/v1/completions", at.data);
+    for nth in 0..2 * MODELS {
+        let body = json!({ "model": model(nth), "prompt": format!("{nth} {SYSTEM}") });
+        let (status, _, answer) = http.send(Method::POST, &url, &body).await;
+        assert_eq!(status, StatusCode::OK, "{answer}");
+    }
+    let page = scrape().await;
+    let count = series(&page);
+    assert_eq!(count.backends.len(), BACKENDS);
+    assert_eq!(count.models.len(), MODELS);
+    count.assert_bounded();
+    let [backend, model, others] = SERIES_MAX;
+    let told = format!(
+        "{BACKENDS} backends and {MODELS} models are {},{:03} at most.",
+        (backend * BACKENDS + model * MODELS + others) / 1000,
+        (backend * BACKENDS + model * MODELS + others) % 1000
+    );
+    assert!(INTRODUCTION.contains(&told), "{told}");
     replica.leave().await;
 }
