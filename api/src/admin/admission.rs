@@ -5,7 +5,7 @@
 use axum::extract::State;
 use schemars::JsonSchema;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use state::admission::AdmissionSettings;
 use state::command::Command;
 use state::ids::LogIndex;
@@ -14,19 +14,28 @@ use super::answer::{
     QueryParams, ReadLevel, ReadQuery, Written, at_level, decode, registry_at, submit, unchanged,
 };
 use super::problem::unfit;
-use super::readback::WrittenSettings;
+use super::readback::{ReplacedSettings, WrittenSettings};
 use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use crate::error::Problem;
 use crate::settings::{AdmissionForm, is_former};
 
 #[derive(Serialize, JsonSchema)]
+#[schemars(
+    example = json!({ "index": 5120, "is_set": false, "config": AdmissionForm::default() })
+)]
 pub(super) struct AdmissionResponse {
     index: LogIndex,
     /// Whether the founding replica's config or an operator set it; `false`: the defaults apply.
     is_set: bool,
     /// Settings in the form that `PUT` takes.
     config: AdmissionForm,
+}
+
+impl ReplacedSettings for AdmissionForm {
+    fn example() -> Value {
+        json!({ "order": "vtc", "concurrency": "adaptive", "max_queue": 2000, "max_wait": "30s" })
+    }
 }
 
 pub(super) async fn show(

@@ -260,6 +260,7 @@ pub(super) async fn registry_at(
 
 /// What is answered to a committed write.
 #[derive(Debug, Serialize, JsonSchema)]
+#[schemars(example = serde_json::json!({ "index": 5121, "outcome": "committed" }))]
 pub(super) struct WriteResponse {
     /// Log index at which it was committed.
     index: LogIndex,

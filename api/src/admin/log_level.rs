@@ -8,6 +8,7 @@ use axum::extract::State;
 use http::StatusCode;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use super::answer::{Answer, Json};
 use super::problem::invalid;
@@ -59,12 +60,14 @@ impl std::fmt::Debug for LogLevelControl {
 /// A level of the log.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(example = json!({ "level": "debug" }))]
 pub(super) struct LogLevelBody {
     /// Level, or a filter such as `info,raft=debug`, as `log.level` of a config has it.
     level: String,
 }
 
 #[derive(Serialize, JsonSchema)]
+#[schemars(example = json!({ "level": "debug" }))]
 pub(super) struct LogLevelResponse {
     /// The level that holds until a restart, or until another one is reloaded from the config.
     level: String,

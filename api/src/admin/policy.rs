@@ -20,12 +20,13 @@ use super::answer::{
     unchanged,
 };
 use super::problem::{invalid, not_found};
-use super::readback::WrittenSettings;
+use super::readback::{ReplacedSettings, WrittenSettings};
 use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use crate::error::Problem;
 
 #[derive(Serialize, JsonSchema)]
+#[schemars(example = json!({ "index": 5120, "config": PolicyConfig::LeastRequest }))]
 pub(super) struct PolicyResponse {
     index: LogIndex,
     /// Whether the requested model has its own policy; absent if no model was requested.
@@ -36,12 +37,28 @@ pub(super) struct PolicyResponse {
 }
 
 #[derive(Serialize, JsonSchema)]
+#[schemars(
+    example = json!({ "index": 5120, "is_set": false, "config": RoutingSettings::default() })
+)]
 pub(super) struct RoutingResponse {
     index: LogIndex,
     /// Whether an operator or the first replica's config set it; `false`: the defaults apply.
     is_set: bool,
     /// Settings in the form that `PUT` takes.
     config: RoutingSettings,
+}
+
+impl ReplacedSettings for PolicyConfig {
+    fn example() -> Value {
+        json!({ "policy": "prefix-cache", "imbalance_abs_count": 32 })
+    }
+}
+
+impl ReplacedSettings for RoutingSettings {
+    fn example() -> Value {
+        let models = json!({ "small-chat": { "policy": "least-request" } });
+        json!({ "models": models, "learn": true, "prediction_off_permille": 150 })
+    }
 }
 
 /// Selects a policy.

@@ -16,6 +16,12 @@ use crate::error::Problem;
 /// Fields of an answer around settings.
 const AROUND: [&str; 3] = ["index", "is_set", "is_of_model"];
 
+/// Settings that are replaced as a whole.
+pub(super) trait ReplacedSettings {
+    /// Some that somebody may want, for the description of the API.
+    fn example() -> Value;
+}
+
 /// Settings in a body, in the form of `T`.
 pub(super) struct WrittenSettings<T> {
     /// The settings alone.

@@ -13,6 +13,7 @@ use http::header::{CONTENT_DISPOSITION, CONTENT_TYPE};
 use http::{HeaderValue, StatusCode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use state::Registry;
 use state::caches::{CacheScope, CacheScopesView};
 use state::ids::{BlockHash, ReplicaId};
@@ -47,6 +48,7 @@ const SALT_BYTES_MAX: usize = 64;
 /// A recording to be made.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
+#[schemars(example = json!({ "seconds": 600, "requests": 50_000 }))]
 pub(super) struct RecordingSpec {
     /// Seconds after which it ends.
     #[schemars(range(min = 1, max = SECONDS_MAX))]
@@ -88,6 +90,7 @@ pub(super) struct LastQuery {
 
 /// A recording.
 #[derive(Serialize, JsonSchema)]
+#[schemars(example = RecordingInfo::example())]
 pub(super) struct RecordingInfo {
     /// Of this run of the replica, from 1.
     id: u64,
@@ -112,9 +115,30 @@ pub(super) struct RecordingInfo {
 }
 
 #[derive(Serialize, JsonSchema)]
+#[schemars(example = json!({ "recordings": [RecordingInfo::example()] }))]
 pub(super) struct RecordingList {
     /// The newest first; at most three are kept.
     recordings: Vec<RecordingInfo>,
+}
+
+impl RecordingInfo {
+    /// One that runs.
+    fn example() -> Self {
+        Self {
+            id: 1,
+            replica: ReplicaId(2),
+            is_running: true,
+            ended_by: None,
+            from_ms: 1_790_000_000_000,
+            until_ms: 1_790_000_600_000,
+            requests: 812,
+            requests_max: 50_000,
+            bytes: 1_203_404,
+            bytes_max: 64 << 20,
+            salt: "5f3c9a1e".to_owned(),
+            path: "/admin/v1/recordings/1".to_owned(),
+        }
+    }
 }
 
 /// A recording as a file.

@@ -5,7 +5,7 @@
 use axum::extract::State;
 use schemars::JsonSchema;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use state::command::Command;
 use state::ids::LogIndex;
 
@@ -14,19 +14,28 @@ use super::answer::{
     unchanged,
 };
 use super::problem::unfit;
-use super::readback::WrittenSettings;
+use super::readback::{ReplacedSettings, WrittenSettings};
 use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use crate::error::Problem;
 use crate::settings::UserDefaultsForm;
 
 #[derive(Serialize, JsonSchema)]
+#[schemars(
+    example = json!({ "index": 5120, "is_set": false, "config": UserDefaultsForm::default() })
+)]
 pub(super) struct UserDefaultsResponse {
     index: LogIndex,
     /// Whether they were ever set together; `false`: limits and cache may have been by themselves.
     is_set: bool,
     /// Settings in the form that `PUT` takes.
     config: UserDefaultsForm,
+}
+
+impl ReplacedSettings for UserDefaultsForm {
+    fn example() -> Value {
+        json!({ "limits": { "requests": 600, "tokens": 2_000_000, "window": "1m" } })
+    }
 }
 
 pub(super) async fn show(

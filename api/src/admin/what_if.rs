@@ -13,6 +13,7 @@ use axum::extract::State;
 use http::StatusCode;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use state::command::Rejection;
 use state::ids::{BackendRef, BlockHash, ReplicaId};
 use state::policy::{self, Choice, PolicyConfig, PolicyRequest};
@@ -32,6 +33,9 @@ const POLICIES_MAX: usize = 20;
 /// Which decisions are made again, and by whom.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
+#[schemars(
+    example = json!({ "decisions": 1000, "policies": [{ "policy": "cost" }, { "policy": "random" }] })
+)]
 pub(super) struct WhatIfQuestion {
     /// Last decisions to look at.
     #[schemars(range(min = 1, max = 10_000))]
@@ -54,6 +58,7 @@ impl Default for WhatIfQuestion {
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
+#[schemars(example = WhatIfAnswer::example())]
 pub(super) struct WhatIfAnswer {
     /// The replica that decided.
     replica: ReplicaId,
@@ -74,6 +79,34 @@ pub(super) struct WhatIfAnswer {
     /// As it was decided.
     decided: WhatIfFigures,
     policies: Vec<WhatIfPolicy>,
+}
+
+impl WhatIfAnswer {
+    /// Two backends, and one policy that is asked.
+    fn example() -> Self {
+        let figures = |hit_rate, busiest, [first, second]: [u64; 2]| WhatIfFigures {
+            predicted_hit_rate: Some(hit_rate),
+            busiest_share: Some(busiest),
+            by_backend: [("gpu-1".to_owned(), first), ("gpu-2".to_owned(), second)].into(),
+        };
+        Self {
+            replica: ReplicaId(1),
+            decisions: 1000,
+            choices: 1000,
+            left_out: 0,
+            from_ms: Some(1_790_000_000_000),
+            until_ms: Some(1_790_000_060_000),
+            reported_hit_rate: Some(0.71),
+            decided: figures(0.72, 1.06, [530, 470]),
+            policies: vec![WhatIfPolicy {
+                config: PolicyConfig::LeastRequest,
+                is_live: false,
+                elsewhere: 471,
+                lacks: BTreeSet::new(),
+                figures: figures(0.38, 1.0, [500, 500]),
+            }],
+        }
+    }
 }
 
 /// What one policy would have chosen.

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::super::AdminState;
 use super::super::answer::{JSON, Json, MaybeJson, PathName, PathParam, QueryParams};
-use super::super::readback::{ReadBack, ReadBackJson, WrittenSettings};
+use super::super::readback::{ReadBack, ReadBackJson, ReplacedSettings, WrittenSettings};
 use super::super::restore::{BACKUP, BackupUpload};
 use super::super::stream::LastEventId;
 use super::super::versions::IfMatch;
@@ -113,7 +113,7 @@ impl<T: JsonSchema> Takes for MaybeJson<T> {
     }
 }
 
-impl<T: JsonSchema> Takes for WrittenSettings<T> {
+impl<T: ReplacedSettings + JsonSchema> Takes for WrittenSettings<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let config = schemas.taken::<T>();
         let around = json!({
@@ -128,7 +128,8 @@ impl<T: JsonSchema> Takes for WrittenSettings<T> {
             "required": ["config"],
             "additionalProperties": false,
         });
-        takes_json(call, json!({ "anyOf": [config, around] }), true);
+        let both = json!({ "anyOf": [config, around], "examples": [T::example()] });
+        takes_json(call, both, true);
     }
 }
 

@@ -154,6 +154,66 @@ fn every_list_pages_and_every_write_back_has_a_version() {
     }
 }
 
+/// The first example of a schema, or of the one that it refers to.
+fn example<'a>(document: &'a Value, schema: &'a Value) -> Option<&'a Value> {
+    let referred = schema["$ref"].as_str();
+    let schema = referred.map_or(schema, |it| document.pointer(&it[1..]).unwrap());
+    schema["examples"].as_array().map(|all| &all[0])
+}
+
+#[tokio::test]
+async fn examples_are_taken_and_look_like_what_is_answered() {
+    let document = document();
+    let mut shown = BTreeSet::new();
+    for (path, method, operation) in operations(&document) {
+        let id = operation["operationId"].as_str().unwrap();
+        let json = "application/json";
+        let body = example(
+            &document,
+            &operation["requestBody"]["content"][json]["schema"],
+        );
+        let expected = example(
+            &document,
+            &operation["responses"]["200"]["content"][json]["schema"],
+        );
+        // What is there already cannot be named by an example.
+        let is_named = path.contains('{') || method == "delete";
+        if is_named || (body.is_none() && expected.is_none()) {
+            continue;
+        }
+        let bench = Bench::with_backends();
+        let method = method.to_uppercase();
+        let body = body.map_or_else(String::new, Value::to_string);
+        let answer = bench.call(&method, path, &body).await;
+        assert!(
+            answer.status.is_success(),
+            "{method} {path} {body}: {}",
+            answer.body
+        );
+        if let Some(expected) = expected {
+            let keys =
+                |it: &Value| -> Vec<String> { it.as_object().unwrap().keys().cloned().collect() };
+            assert_eq!(keys(&answer.json()), keys(expected), "{method} {path}");
+        }
+        shown.insert(id.to_owned());
+    }
+    for id in [
+        "putPolicy",
+        "getPolicy",
+        "putRouting",
+        "getRouting",
+        "putAdmission",
+        "getAdmission",
+        "putLogLevel",
+        "getLogLevel",
+        "startRecording",
+        "getRecordings",
+        "whatIf",
+    ] {
+        assert!(shown.contains(id), "{id} has no example: {shown:?}");
+    }
+}
+
 #[tokio::test]
 async fn the_document_is_served() {
     let bench = Bench::new();
