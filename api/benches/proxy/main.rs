@@ -5,7 +5,8 @@
 //! do not count. `pump` is the same traffic through a thread that only copies bytes: the floor that
 //! two sockets and their system calls set. `TLS` is the proxy with TLS to its clients. CPU time, not
 //! elapsed time, so that a busy machine blurs the figures little. Picks for gateways alone:
-//! `cargo bench -p api --bench proxy -- picks`.
+//! `cargo bench -p api --bench proxy -- picks`; tracing alone, to a collector that answers, is stuck
+//! or gone: `-- traced`.
 
 mod clients;
 mod engine;
@@ -29,7 +30,7 @@ use crate::clients::{ADA, ClientKind, PROMPTS, drive, requests};
 use crate::engine::{spawn_engine, spawn_pump};
 use crate::fleet::{Fleet, spawn_proxy};
 use crate::tls::TestCertificate;
-use crate::traces::spawn_collector;
+use crate::traces::{CollectorKind, spawn_collector};
 
 /// How long each case is measured.
 const CASE_TIME: Duration = Duration::from_millis(2500);
@@ -41,11 +42,14 @@ fn main() {
     }
     let engine = spawn_engine();
     let fleet = Fleet::new(engine);
+    let kept = ClientKind::kept();
+    if std::env::args().any(|arg| arg == "traced") {
+        return compare_traced(&fleet, &kept);
+    }
     let certificate = TestCertificate::new();
     let proxy = spawn_proxy(&fleet, None, None);
     let tls_proxy = spawn_proxy(&fleet, Some(certificate.listener()), None);
     let pump = spawn_pump(engine);
-    let kept = ClientKind::kept();
     let kept_tls = ClientKind::kept().with_tls(&certificate.client());
     println!("us of CPU per request on the measured thread, user and kernel\n");
     println!(
@@ -98,12 +102,22 @@ fn main() {
 fn compare_traced(fleet: &Fleet, kept: &ClientKind) {
     println!("\ntraced, 1 KB, 32 events, 16 connections");
     let requests = Arc::new(requests(1024, true));
-    for (name, sample_ppm) in [
+    let all = 1_000_000;
+    for (name, traced) in [
         ("off", None),
-        ("1 %", Some(10_000)),
-        ("100 %", Some(1_000_000)),
+        ("1 %", Some((10_000, CollectorKind::Answers))),
+        ("100 %", Some((all, CollectorKind::Answers))),
+        (
+            "100 %, the collector is stuck",
+            Some((all, CollectorKind::IsStuck)),
+        ),
+        (
+            "100 %, the collector is gone",
+            Some((all, CollectorKind::IsGone)),
+        ),
     ] {
-        let proxy = spawn_proxy(fleet, None, sample_ppm.map(spawn_collector));
+        let tracer = traced.map(|(sample_ppm, kind)| spawn_collector(sample_ppm, kind));
+        let proxy = spawn_proxy(fleet, None, tracer);
         let (us, rate) = measure(&proxy, kept, &requests, 16);
         println!("{name:<34}{us:>8.1}{rate:>28.0}");
     }

@@ -17,6 +17,17 @@ use tonic::{Request, Response, Status};
 
 use crate::{listen, on_thread};
 
+/// What becomes of the spans that a proxy sends.
+#[derive(Clone, Copy)]
+pub(super) enum CollectorKind {
+    /// It takes them.
+    Answers,
+    /// It takes connections, and says nothing.
+    IsStuck,
+    /// Nobody listens there.
+    IsGone,
+}
+
 struct Collector;
 
 #[tonic::async_trait]
@@ -29,11 +40,19 @@ impl TraceService for Collector {
     }
 }
 
-/// Traces this part of the requests.
-pub(super) fn spawn_collector(sample_ppm: u32) -> Tracer {
-    let (address, _) = on_thread(|tell| async move {
+/// Traces this part of the requests, for a collector of this kind.
+pub(super) fn spawn_collector(sample_ppm: u32, kind: CollectorKind) -> Tracer {
+    let (address, _) = on_thread(move |tell| async move {
         let (listener, address) = listen().await;
         tell.send(address).expect("main waits for it");
+        match kind {
+            CollectorKind::Answers => {}
+            CollectorKind::IsStuck => {
+                // The kernel takes the connections.
+                pending::<()>().await;
+            }
+            CollectorKind::IsGone => return drop(listener),
+        }
         tonic::transport::Server::builder()
             .add_service(TraceServiceServer::new(Collector))
             .serve_with_incoming(TcpListenerStream::new(listener))
