@@ -300,10 +300,12 @@ fn parameter(place: &str, parameter: ParameterShape) -> Value {
 }
 
 fn request_body(body: &BodyShape) -> Value {
-    json!({
-        "required": body.is_required,
-        "content": { body.media_type: { "schema": body.schema } },
-    })
+    let mut content = json!({ "schema": body.schema });
+    // A schema of its own has its example here too, where readers of OpenAPI look for it.
+    if let Some(example) = body.schema["examples"].get(0) {
+        content["example"] = example.clone();
+    }
+    json!({ "required": body.is_required, "content": { body.media_type: content } })
 }
 
 fn add_answer(responses: &mut Map<String, Value>, answer: &AnswerShape) {

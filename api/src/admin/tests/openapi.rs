@@ -168,10 +168,9 @@ async fn examples_are_taken_and_look_like_what_is_answered() {
     for (path, method, operation) in operations(&document) {
         let id = operation["operationId"].as_str().unwrap();
         let json = "application/json";
-        let body = example(
-            &document,
-            &operation["requestBody"]["content"][json]["schema"],
-        );
+        let content = &operation["requestBody"]["content"][json];
+        assert_eq!(content["example"], content["schema"]["examples"][0], "{id}");
+        let body = example(&document, &content["schema"]);
         let expected = example(
             &document,
             &operation["responses"]["200"]["content"][json]["schema"],
