@@ -49,8 +49,19 @@ pub struct Decider {
     pub(super) panics: Panics,
 }
 
+/// What a decision is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum DecisionUse {
+    /// A request that goes where it says.
+    Dispatch,
+    /// A place in a list, behind where the request goes: neither round-robin's turn nor a counter
+    /// moves by it.
+    Alternative,
+}
+
 /// A request with the policy that decides about it.
 struct AskedDecision<'a> {
+    purpose: DecisionUse,
     fleet: &'a RoutingTable,
     ask: &'a RoutingRequest<'a>,
     index: LogIndex,
@@ -81,27 +92,26 @@ impl Decider {
         ask: &RoutingRequest<'_>,
         now: Instant,
     ) -> Result<Decision, RoutingRejection> {
-        self.decide_uncounted(ask, now, |policy, refusal| {
-            self.metrics.decided(policy, refusal);
-        })
+        self.decide_for(DecisionUse::Dispatch, ask, now)
     }
 
-    fn decide_uncounted(
+    fn decide_for(
         &self,
+        purpose: DecisionUse,
         ask: &RoutingRequest<'_>,
         now: Instant,
-        count: impl Fn(&'static str, Option<RoutingRejection>),
     ) -> Result<Decision, RoutingRejection> {
         let fleet = self.fleet.table();
         let index = self.view.applied();
         let (config, policy_source) = policy_of(&fleet, ask);
         let needs = config.needs();
-        let turn = if needs.turn {
-            self.turn.fetch_add(1, Relaxed)
-        } else {
-            0
+        let turn = match (needs.turn, purpose) {
+            (false, _) => 0,
+            (true, DecisionUse::Dispatch) => self.turn.fetch_add(1, Relaxed),
+            (true, DecisionUse::Alternative) => self.turn.load(Relaxed),
         };
         let asked = AskedDecision {
+            purpose,
             fleet: &fleet,
             ask,
             index,
@@ -110,7 +120,10 @@ impl Decider {
             now,
         };
         let chosen = SCRATCH.with_borrow_mut(|scratch| self.choose(&asked, turn, scratch));
-        count(config.name(), chosen.as_ref().err().copied());
+        if purpose == DecisionUse::Dispatch {
+            let refusal = chosen.as_ref().err().copied();
+            self.metrics.decided(config.name(), refusal);
+        }
         let Chosen {
             choice,
             at,
@@ -130,7 +143,7 @@ impl Decider {
             BreakerState::HalfOpen(trial) => Some(Arc::new(trial)),
             // Another request has become the trial meanwhile: it goes there alone.
             BreakerState::Open if are_circuits_kept => {
-                return self.decide_uncounted(ask, now, count);
+                return self.decide_for(purpose, ask, now);
             }
             BreakerState::Open => None,
         };
@@ -153,7 +166,7 @@ impl Decider {
     /// half-open circuit.
     #[must_use]
     pub fn alternative(&self, ask: &RoutingRequest<'_>, now: Instant) -> Option<Decision> {
-        let decided = self.decide_uncounted(ask, now, |_, _| {}).ok()?;
+        let decided = self.decide_for(DecisionUse::Alternative, ask, now).ok()?;
         decided.trial.is_none().then_some(decided)
     }
 
@@ -178,7 +191,9 @@ impl Decider {
                 *kept = verdict;
             }
         });
-        self.metrics.filtered(&scratch.tally);
+        if asked.purpose == DecisionUse::Dispatch {
+            self.metrics.filtered(&scratch.tally);
+        }
         let (registry, is_panic) = (&fleet.registry, scratch.is_panic);
         self.panics.note(registry, ask.model, is_panic);
         if let Err(refusal) = admitted {
