@@ -1,10 +1,14 @@
-//! The endpoints that a gateway is told: who is first how often.
+//! The endpoints that a gateway is told: who is first how often, and what is left out behind.
 
+use api::backends::EngineKeys;
+use api::isolation::WhenUnsalted;
+use http::HeaderValue;
+use state::caches::CacheScope;
 use state::command::Command;
 use state::policy::PolicyConfig;
 
 use super::engine::Engine;
-use super::fleet::Fleet;
+use super::fleet::{Fleet, PATIENT};
 use super::picking::{CHAT, PickingHere, plain};
 
 async fn dead(count: usize) -> Vec<Engine> {
@@ -42,4 +46,46 @@ async fn the_second_endpoint_takes_no_turn_of_round_robins() {
         firsts[engines.iter().position(is_first).unwrap()] += 1;
     }
     assert_eq!(firsts, [ROUNDS; ENGINES]);
+}
+
+#[tokio::test]
+async fn few_backends_are_asked_for_one_that_gets_the_same() {
+    // The first request goes to the second engine; next are the fourth and those behind it.
+    const FIRST: usize = 1;
+    const NEXT: usize = 3;
+    for (unlike, expected) in [(7, 2), (8, 1)] {
+        let engines = dead(NEXT + unlike + 1).await;
+        let last = engines.len() - 1;
+        let mut keys = EngineKeys::default();
+        for (number, engine) in engines.iter().enumerate() {
+            if number == FIRST || number == last {
+                continue;
+            }
+            let key = HeaderValue::from_str(&format!("Bearer key-{number}")).unwrap();
+            let url = format!("http://{}", engine.address);
+            keys.add(&format!("e{number}"), &url, key);
+        }
+        let all: Vec<_> = engines.iter().collect();
+        let fleet = Fleet::start_keyed(&all, keys, PATIENT, |_| {}).await;
+        fleet.apply(Command::PutPolicy(PolicyConfig::RoundRobin));
+        let picking = PickingHere::of(&fleet);
+        let endpoints = told(&fleet, &picking).await;
+        assert_eq!(endpoints[0], engines[FIRST].address.to_string());
+        assert_eq!(endpoints.len(), expected, "{unlike}");
+    }
+}
+
+#[tokio::test]
+async fn only_the_engine_that_gets_a_request_counts_as_unsalted() {
+    let engines = dead(2).await;
+    let all: Vec<_> = engines.iter().collect();
+    let fleet = Fleet::start_with(&all, PATIENT, |settings| {
+        settings.when_unsalted = WhenUnsalted::Serve;
+    });
+    let fleet = fleet.await;
+    let (user, scope) = (Some("ada".to_owned()), Some(CacheScope::Own));
+    fleet.apply(Command::SetCacheScope { user, scope });
+    let picking = PickingHere::of(&fleet);
+    assert_eq!(told(&fleet, &picking).await.len(), 2);
+    assert_eq!(fleet.metrics.unsalted.get(), 1);
 }

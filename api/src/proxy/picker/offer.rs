@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use http::HeaderValue;
 use http_body_util::BodyExt as _;
-use state::Backend;
+use state::{Backend, Registry};
 use tokio::time::Instant;
 
 use super::ext_proc::HeaderMutation;
@@ -31,11 +31,14 @@ pub(super) struct EndpointOffer {
     pub(super) body: Segments,
 }
 
-/// What one engine gets.
+/// Most backends that are left out of one offer, as they do not get just what the first gets: each
+/// takes a decision to find.
+const UNLIKE_MAX: usize = 8;
+
+/// What one engine gets, beside the body.
 struct EngineBound {
     endpoint: SocketAddr,
     headers: HeaderMutation,
-    body: Segments,
     is_salted: bool,
 }
 
@@ -50,13 +53,15 @@ impl EndpointOffer {
     ) -> Result<Self, ProxyError> {
         // It was removed while it was chosen.
         let gone = ProxyError::Unreachable;
-        let first = EngineBound::of(picker, sending, decision, trace).ok_or(gone)?;
+        let registry = picker.proxy.view.registry();
+        let backend = decided(&registry, decision).ok_or(gone.clone())?;
+        let first = EngineBound::of(picker, sending, (&registry, backend), trace).ok_or(gone)?;
         let further = further(picker, sending, (decision, trace), &first);
         let mut offer = Self {
             first: first.endpoint,
             further,
             headers: first.headers,
-            body: first.body,
+            body: sending.body_for(&picker.proxy, backend),
         };
         let name = &picker.settings.destination;
         let endpoints = HeaderValue::from_str(&offer.endpoints());
@@ -117,7 +122,8 @@ fn further(
     let mut further = Vec::new();
     let mut tried = Vec::new();
     let mut last = decision.backend.slot;
-    while further.len() + 1 < picker.settings.endpoints_max {
+    let mut unlike = 0;
+    while further.len() + 1 < picker.settings.endpoints_max && unlike < UNLIKE_MAX {
         tried.push(last);
         tried.extend_from_slice(proxy.view.registry().ranks.around(last));
         let ask = sending.asked.ask(&tried);
@@ -126,27 +132,34 @@ fn further(
             break;
         };
         last = next.backend.slot;
-        let bound = EngineBound::of(picker, sending, &next, trace);
+        let registry = proxy.view.registry();
+        let backend = decided(&registry, &next);
+        let bound = backend
+            .and_then(|backend| EngineBound::of(picker, sending, (&registry, backend), trace));
         let alike = bound
             .filter(|bound| bound.headers == first.headers && bound.is_salted == first.is_salted);
-        further.extend(alike.map(|bound| (bound.endpoint, next)));
+        match alike {
+            Some(bound) => further.push((bound.endpoint, next)),
+            None => unlike += 1,
+        }
     }
     further
+}
+
+/// The backend of a decision; `None`: it was removed.
+fn decided<'a>(registry: &'a Registry, decision: &Decision) -> Option<&'a Backend> {
+    let backend = registry.backend(decision.backend.slot)?;
+    (backend.handle == decision.backend).then_some(backend)
 }
 
 impl EngineBound {
     fn of(
         picker: &Picker,
         sending: &OutgoingRequest<'_>,
-        decision: &Decision,
+        (registry, backend): (&Registry, &Backend),
         trace: Option<&TraceHeaders>,
     ) -> Option<Self> {
         let proxy = &picker.proxy;
-        let registry = proxy.view.registry();
-        let backend: &Backend = registry.backend(decision.backend.slot)?;
-        if backend.handle != decision.backend {
-            return None;
-        }
         let keys = proxy.backends.keys();
         let engine_key = keys.of_requests(&backend.spec.id, &backend.spec.url);
         let rank = registry.rank(backend);
@@ -159,7 +172,6 @@ impl EngineBound {
         Some(Self {
             endpoint: endpoint_of(&backend.spec.url)?,
             headers: heads::mutation(from, &to),
-            body: sending.body_for(proxy, backend),
             is_salted: sending.salts(proxy, backend),
         })
     }
