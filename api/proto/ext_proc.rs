@@ -42,6 +42,8 @@ pub struct ProtocolConfiguration {
 pub struct ProcessingMode {
     #[prost(enumeration = "BodySendMode", tag = "3")]
     pub request_body_mode: i32,
+    #[prost(enumeration = "BodySendMode", tag = "4")]
+    pub response_body_mode: i32,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ProcessingResponse {

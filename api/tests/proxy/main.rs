@@ -26,6 +26,7 @@ mod leaving;
 mod limits;
 mod panic;
 mod picker;
+mod picker_modes;
 mod picker_offers;
 mod picker_orders;
 mod picker_silence;

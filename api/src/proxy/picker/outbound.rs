@@ -16,7 +16,7 @@ use super::ext_proc::{
     HttpStatus, ImmediateResponse, ProcessingMode, ProcessingResponse, StreamedBodyResponse,
     TrailersResponse,
 };
-use super::heads;
+use super::{BodyMode, heads};
 use super::inbound::StreamHalt;
 
 /// Longest piece of a body in a message, in bytes: what Envoy takes in one.
@@ -50,13 +50,20 @@ impl PickerMessages {
         self.put(Ok(message)).await
     }
 
-    /// Lets a request's head pass, and asks for its body in one piece.
-    pub(super) async fn ask_for_whole(&self) -> Result<(), StreamHalt> {
+    /// Lets a request's head pass, and asks for its body in one piece. A gateway takes both modes from
+    /// that, so that of `answers` is said again.
+    pub(super) async fn ask_for_whole(&self, answers: BodyMode) -> Result<(), StreamHalt> {
+        let answers = match answers {
+            BodyMode::Duplex => BodySendMode::FullDuplexStreamed,
+            BodyMode::Streamed | BodyMode::StreamedEarly => BodySendMode::Streamed,
+            BodyMode::Buffered => BodySendMode::Buffered,
+        };
         let message = ProcessingResponse {
             response: Some(Said::RequestHeaders(HeadersResponse::default())),
             dynamic_metadata: None,
             mode_override: Some(ProcessingMode {
                 request_body_mode: BodySendMode::Buffered.into(),
+                response_body_mode: answers.into(),
             }),
         };
         self.put(Ok(message)).await

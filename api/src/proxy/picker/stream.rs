@@ -299,7 +299,7 @@ impl PickerStream {
         if !is_bodiless {
             match modes.requests {
                 BodyMode::Duplex | BodyMode::StreamedEarly => {}
-                BodyMode::Streamed => self.out.ask_for_whole().await?,
+                BodyMode::Streamed => self.out.ask_for_whole(modes.answers).await?,
                 BodyMode::Buffered => {
                     let passes = Said::RequestHeaders(HeadersResponse::default());
                     self.out.send(passes).await?;

@@ -36,6 +36,10 @@ const MESSAGE_BYTES_MAX: usize = 64 << 20;
 pub struct GatewayOptions {
     /// How both bodies go through the picker.
     pub bodies: BodySendMode,
+    /// Whether bodies that stream wait until the picker has answered the head.
+    pub waits_for_heads: bool,
+    /// Whether a picker's answer to a head may change the modes, `allow_mode_override` of Envoy's.
+    pub allows_override: bool,
     /// Bytes in one piece of a body, at most.
     pub piece_bytes: usize,
     /// The only endpoints that are offered; `None`: all.
@@ -64,6 +68,8 @@ impl Default for GatewayOptions {
     fn default() -> Self {
         Self {
             bodies: BodySendMode::FullDuplexStreamed,
+            waits_for_heads: false,
+            allows_override: false,
             piece_bytes: 16 * 1024,
             subset: None,
             tls: GatewayTls::Anonymous,
@@ -235,7 +241,10 @@ async fn answer(
             frame = body.frame(), if !is_sent => match frame {
                 Some(frame) => {
                     if let Ok(data) = frame?.into_data() {
-                        talk.say_pieces(&data).await?;
+                        match talk.shows_answers() {
+                            true => talk.say_pieces(&data).await?,
+                            false => passed.extend_from_slice(&data),
+                        }
                     }
                 }
                 None => {

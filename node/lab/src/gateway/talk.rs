@@ -9,8 +9,8 @@ use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorCl
 use api::proxy::picker::ext_proc::processing_request::Request as Said;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{
-    BodySendMode, CommonResponse, ImmediateResponse, ProcessingRequest, ProcessingResponse,
-    ProtocolConfiguration,
+    BodySendMode, CommonResponse, ImmediateResponse, ProcessingMode, ProcessingRequest,
+    ProcessingResponse, ProtocolConfiguration,
 };
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, response};
@@ -31,6 +31,10 @@ pub(super) struct PickerTalk {
     say: mpsc::Sender<ProcessingRequest>,
     heard: Streaming<ProcessingResponse>,
     options: GatewayOptions,
+    /// How the body of the request goes through the picker.
+    requests: BodySendMode,
+    /// The same of the answer.
+    answers: BodySendMode,
     /// Whether the picker is gone, or ended the stream.
     is_lost: bool,
     /// Pieces of the answer that were not answered, where each is by itself; whether it was the last.
@@ -74,6 +78,8 @@ impl PickerTalk {
             say,
             heard: heard.into_inner(),
             options: options.clone(),
+            requests: options.bodies,
+            answers: options.bodies,
             is_lost: false,
             owed: VecDeque::new(),
             whole: Vec::new(),
@@ -92,7 +98,30 @@ impl PickerTalk {
 
     /// Whether the picker may say something of the answer's body.
     pub(super) fn is_owed(&self) -> bool {
-        self.options.bodies == BodySendMode::FullDuplexStreamed || !self.owed.is_empty()
+        self.answers == BodySendMode::FullDuplexStreamed || !self.owed.is_empty()
+    }
+
+    /// Whether the picker sees the bodies of answers.
+    pub(super) fn shows_answers(&self) -> bool {
+        self.answers != BodySendMode::None
+    }
+
+    /// Takes over both modes that the answer to a request's head asks for, where that has an effect.
+    fn take_modes(&mut self, asked: Option<ProcessingMode>) {
+        let GatewayOptions {
+            bodies,
+            waits_for_heads,
+            allows_override,
+            ..
+        } = self.options;
+        let may_change = allows_override && waits_for_heads;
+        if let Some(asked) = asked
+            && may_change
+            && bodies != BodySendMode::FullDuplexStreamed
+        {
+            self.requests = asked.request_body_mode();
+            self.answers = asked.response_body_mode();
+        }
     }
 
     async fn say(&mut self, message: ProcessingRequest) -> anyhow::Result<()> {
@@ -140,7 +169,7 @@ impl PickerTalk {
             protocol_config: Some(ProtocolConfiguration {
                 request_body_mode: mode,
                 response_body_mode: mode,
-                send_body_without_waiting_for_header_response: true,
+                send_body_without_waiting_for_header_response: !self.options.waits_for_heads,
             }),
             ..Self::message(Said::RequestHeaders(told))
         };
@@ -149,11 +178,19 @@ impl PickerTalk {
             headers,
             ..ChangedRequest::default()
         };
-        let answer = match self.options.bodies {
+        let answer = match self.requests {
             _ if is_bodiless => self.head_answered(&mut changed).await?,
             BodySendMode::FullDuplexStreamed => self.duplex(request, &mut changed).await?,
-            BodySendMode::Streamed => self.streamed(request, &mut changed).await?,
-            BodySendMode::Buffered => self.buffered(request, &mut changed).await?,
+            BodySendMode::Streamed if !self.options.waits_for_heads => {
+                let pieces = self.upload(&request.body).await?;
+                match self.head_answered(&mut changed).await? {
+                    Some(answer) => Some(answer),
+                    None => self.streamed(request, pieces, &mut changed).await?,
+                }
+            }
+            BodySendMode::Streamed | BodySendMode::Buffered => {
+                self.after_head(request, &mut changed).await?
+            }
             other => bail!("the stand-in does not speak {}", other.as_str_name()),
         };
         if let Some(answer) = answer {
@@ -190,6 +227,7 @@ impl PickerTalk {
                 let common = it.response.unwrap_or_default();
                 ensure!(common.body_mutation.is_none(), "a head has no body");
                 changed.take(&common, message.dynamic_metadata)?;
+                self.take_modes(message.mode_override);
             }
             other => bail!("the head of a request was answered by {other:?}"),
         }
@@ -218,15 +256,31 @@ impl PickerTalk {
         }
     }
 
-    async fn streamed(
+    /// A body that waits for the answer to the head, which may change how it comes.
+    async fn after_head(
         &mut self,
         request: &GatewayRequest,
         changed: &mut ChangedRequest,
     ) -> anyhow::Result<Option<ImmediateResponse>> {
-        let pieces = self.upload(&request.body).await?;
         if let Some(answer) = self.head_answered(changed).await? {
             return Ok(Some(answer));
         }
+        match self.requests {
+            BodySendMode::Buffered => self.buffered(request, changed).await,
+            BodySendMode::Streamed => {
+                let pieces = self.upload(&request.body).await?;
+                self.streamed(request, pieces, changed).await
+            }
+            other => bail!("a picker asks for {}", other.as_str_name()),
+        }
+    }
+
+    async fn streamed(
+        &mut self,
+        request: &GatewayRequest,
+        pieces: usize,
+        changed: &mut ChangedRequest,
+    ) -> anyhow::Result<Option<ImmediateResponse>> {
         let parts = request.body.chunks(self.options.piece_bytes);
         for part in parts.take(pieces) {
             match self.hear().await?.response {
@@ -245,9 +299,6 @@ impl PickerTalk {
         request: &GatewayRequest,
         changed: &mut ChangedRequest,
     ) -> anyhow::Result<Option<ImmediateResponse>> {
-        if let Some(answer) = self.head_answered(changed).await? {
-            return Ok(Some(answer));
-        }
         let whole = upload(request.body.clone(), true);
         self.say(Self::message(whole)).await?;
         let message = self.hear().await?;
@@ -288,7 +339,7 @@ impl PickerTalk {
 
     /// Tells what came of the answer's body.
     pub(super) async fn say_pieces(&mut self, data: &Bytes) -> anyhow::Result<()> {
-        if self.options.bodies == BodySendMode::Buffered {
+        if self.answers == BodySendMode::Buffered {
             self.whole.extend_from_slice(data);
             return Ok(());
         }
@@ -300,12 +351,16 @@ impl PickerTalk {
 
     /// Tells that nothing more comes.
     pub(super) async fn say_end(&mut self) -> anyhow::Result<()> {
+        if !self.shows_answers() {
+            self.is_over = true;
+            return Ok(());
+        }
         let whole = std::mem::take(&mut self.whole);
         self.say_piece(whole.into(), true).await
     }
 
     async fn say_piece(&mut self, data: Bytes, end: bool) -> anyhow::Result<()> {
-        if self.options.bodies != BodySendMode::FullDuplexStreamed {
+        if self.answers != BodySendMode::FullDuplexStreamed {
             self.owed.push_back(end);
         }
         let said = Said::ResponseBody(piece(data, end));
@@ -318,7 +373,7 @@ impl PickerTalk {
             Some(Heard::ResponseBody(it)) => it.response.unwrap_or_default(),
             other => bail!("the body of an answer was answered by {other:?}"),
         };
-        if self.options.bodies == BodySendMode::FullDuplexStreamed {
+        if self.answers == BodySendMode::FullDuplexStreamed {
             let (data, end) = streamed_piece(common)?;
             self.is_over = end;
             return Ok(data.to_vec());
