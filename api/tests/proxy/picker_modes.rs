@@ -1,15 +1,30 @@
-//! Body modes of gateways: what a picker asks of them.
+//! Body modes of gateways: what a picker asks of them, and what becomes of bodies that are too long or
+//! cannot be read.
 
+use api::proxy::picker::PickedOutcome;
 use api::proxy::picker::ext_proc::processing_request::Request as Said;
-use api::proxy::picker::ext_proc::{BodySendMode, ProcessingMode};
+use api::proxy::picker::ext_proc::{BodySendMode, ProcessingMode, ProcessingRequest};
+use api::proxy::RequestOutcome;
+use tonic::{Code, Status};
 
-use super::picking::{engines, head_of, modes, start};
+use super::fleet::{Fleet, PATIENT};
+use super::picking::{
+    CHAT, EVENTS, Picking, PickingHere, engines, head_of, modes, piece_of, plain, start,
+};
 
 const STREAMED: BodySendMode = BodySendMode::Streamed;
 const BUFFERED: BodySendMode = BodySendMode::Buffered;
 
 fn head() -> Said {
     Said::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
+}
+
+fn upload(data: &str, end: bool) -> Said {
+    Said::RequestBody(piece_of(data.as_bytes(), end))
+}
+
+fn answer(data: &str, end: bool) -> Said {
+    Said::ResponseBody(piece_of(data.as_bytes(), end))
 }
 
 #[tokio::test]
@@ -27,4 +42,62 @@ async fn a_gateway_is_told_the_mode_of_answers_again() {
         assert_eq!(asked, Some(expected));
     }
     fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_message_that_is_longer_than_any_body_may_be_is_refused() {
+    let engines = engines().await;
+    let both = [&engines[0], &engines[1]];
+    let fleet = Fleet::start_with(&both, PATIENT, |settings| {
+        settings.limits.body_bytes_max = 200;
+    });
+    let fleet = fleet.await;
+    let picking = Picking::of(&fleet).await;
+    let long = "x".repeat(3 << 20);
+    let mut talk = picking.open().await;
+    talk.say_with(head(), modes(BUFFERED, BUFFERED, false))
+        .await;
+    talk.next().await;
+    talk.say(upload(&long, true)).await;
+    let (status, body) = talk.refused().await;
+    assert_eq!(status, 413, "{body}");
+    talk.is_over().await;
+    // Too late for another answer.
+    let duplex = BodySendMode::FullDuplexStreamed;
+    let mut talk = picking
+        .ask(CHAT, 1000, modes(duplex, BUFFERED, false))
+        .await;
+    talk.picked().await;
+    talk.streamed().await;
+    talk.begin(EVENTS, None).await;
+    talk.say(answer(&long, true)).await;
+    let why = talk.fails().await;
+    assert_eq!(why.code(), Code::ResourceExhausted, "{why}");
+    assert!(why.message().contains("limits.max_body"), "{why}");
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(RequestOutcome::Refused, 413), 1);
+}
+
+#[tokio::test]
+async fn a_message_that_cannot_be_read_ends_the_stream_with_an_error() {
+    let engines = engines().await;
+    let fleet = Fleet::start(&[&engines[0]]).await;
+    let picking = PickingHere::of(&fleet);
+    let unread = Status::internal("failed to decode Protobuf message");
+    let mut talk = picking.hear_out(vec![Err(unread.clone())]).unwrap();
+    assert_eq!(talk.fails().await.code(), Code::InvalidArgument);
+    let first = ProcessingRequest {
+        request: Some(head()),
+        ..plain()
+    };
+    let mut talk = picking.hear_out(vec![Ok(first), Err(unread)]).unwrap();
+    let why = talk.fails().await;
+    assert_eq!(why.code(), Code::InvalidArgument);
+    assert!(why.message().contains("failed to decode"), "{why}");
+    fleet.is_idle().await;
+    assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
+    // One whose connection is gone hears nothing.
+    let gone = vec![Err(Status::cancelled("reset"))];
+    picking.hear_out(gone).unwrap().is_over().await;
+    assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
 }

@@ -131,19 +131,21 @@ async fn an_answer_that_stops_halfway_ends_the_stream() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gateway_that_takes_nothing_has_left() {
+async fn a_gateway_that_takes_nothing_hears_so_when_it_takes_the_rest() {
     let (fleet, picking) = here(|settings| {
         settings.timeouts.untaken = Duration::from_secs(10);
         settings.timeouts.first_byte = Duration::from_secs(600);
     })
     .await;
-    let talk = picking.open().unwrap();
+    let mut talk = picking.open().unwrap();
     talk.ask(&long_request(), 60_000, plain()).await;
-    eventually("it has left", || {
-        picking.metrics.requests(PickedOutcome::Left) == 1
+    eventually("it is not waited for", || {
+        picking.metrics.requests(PickedOutcome::Broken) == 1
     })
     .await;
     fleet.is_idle().await;
+    // After an end without an error it would send the request on as far as it has come.
+    assert_eq!(talk.fails().await.code(), Code::DeadlineExceeded);
 }
 
 /// More than what may wait for a gateway.
@@ -160,7 +162,11 @@ async fn a_gateway_that_takes_a_request_slowly_does_not_keep_its_place() {
     talk.ask(&body, 60_000, plain()).await;
     let mut ticks = interval(Duration::from_secs(20));
     let mut bytes = 0;
-    while let Some(message) = talk.hear().await.unwrap() {
+    let why = loop {
+        let message = match talk.hear().await {
+            Ok(message) => message.expect("it ends with an error"),
+            Err(why) => break why,
+        };
         if let Some(Heard::RequestBody(_)) = &message.response {
             let Some(Mutation::StreamedResponse(piece)) =
                 body_of(message).body_mutation.unwrap().mutation
@@ -170,10 +176,12 @@ async fn a_gateway_that_takes_a_request_slowly_does_not_keep_its_place() {
             bytes += piece.body.len();
         }
         ticks.tick().await;
-    }
+    };
     assert!(0 < bytes && bytes < body.len(), "{bytes} of {}", body.len());
+    // A gateway must not send an engine half a request, as it would if the stream just ended.
+    assert_eq!(why.code(), Code::DeadlineExceeded);
     fleet.is_idle().await;
-    assert_eq!(picking.metrics.requests(PickedOutcome::Left), 1);
+    assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -193,11 +201,17 @@ async fn a_gateway_that_takes_an_answer_slowly_does_not_keep_its_engine() {
         }
         let mut ticks = interval(Duration::from_secs(4));
         let mut heard = 0;
-        while talk.hear().await.unwrap().is_some() {
+        let why = loop {
+            match talk.hear().await {
+                Ok(message) => drop(message.expect("it ends with an error")),
+                Err(why) => break why,
+            }
             heard += 1;
             ticks.tick().await;
-        }
+        };
         assert!(heard < PIECES, "{mode:?}: {heard}");
+        // The client must not take half an answer for all of it.
+        assert_eq!(why.code(), Code::DeadlineExceeded, "{mode:?}");
         fleet.is_idle().await;
         assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1, "{mode:?}");
     }

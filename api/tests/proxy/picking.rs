@@ -16,7 +16,7 @@ use api::proxy::picker::ext_proc::{
 use api::proxy::picker::{Picker, PickerMetrics, PickerServer, PickerSettings};
 use bytes::Bytes;
 use futures_util::StreamExt as _;
-use futures_util::stream::BoxStream;
+use futures_util::stream::{self, BoxStream, Stream};
 use prost_types::value::Kind;
 use prost_types::{ListValue, Struct, Value};
 use tokio::net::TcpListener;
@@ -69,10 +69,27 @@ impl PickingHere {
     pub(super) fn open(&self) -> Result<Talk, Status> {
         let (say, said) = mpsc::channel(64);
         let said = ReceiverStream::new(said).map(Ok);
-        let peer = http::HeaderValue::from_static("127.0.0.1");
-        let heard = self.picker.follow(said, peer)?.boxed();
+        let heard = self.follow(said)?;
         let say = Some(say);
         Ok(Talk { say, heard })
+    }
+
+    /// A stream of these messages, read or not, whose gateway then stays.
+    pub(super) fn hear_out(
+        &self,
+        messages: Vec<Result<ProcessingRequest, Status>>,
+    ) -> Result<Talk, Status> {
+        let said = stream::iter(messages).chain(stream::pending());
+        let heard = self.follow(said)?;
+        Ok(Talk { say: None, heard })
+    }
+
+    fn follow(
+        &self,
+        said: impl Stream<Item = Result<ProcessingRequest, Status>> + Send + 'static,
+    ) -> Result<BoxStream<'static, Result<ProcessingResponse, Status>>, Status> {
+        let peer = http::HeaderValue::from_static("127.0.0.1");
+        Ok(self.picker.follow(said, peer)?.boxed())
     }
 }
 

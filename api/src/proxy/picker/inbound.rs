@@ -9,7 +9,7 @@ use futures_util::StreamExt as _;
 use futures_util::stream::BoxStream;
 use http::Response;
 use http_body::{Body, Frame};
-use tonic::Status;
+use tonic::{Code, Status};
 
 use super::ext_proc::processing_request::Request;
 use super::ext_proc::{BodySendMode, Metadata, ProcessingRequest, ProtocolConfiguration};
@@ -27,6 +27,19 @@ pub(super) enum StreamHalt {
     Refused(ProxyError),
     /// This replica answers the request itself.
     Told(Box<Response<Bytes>>),
+}
+
+impl StreamHalt {
+    /// What becomes of a request in whose body it came: one that cannot be read whole is refused as on
+    /// the data port.
+    pub(super) fn of_upload(self, bytes_max: u64) -> Self {
+        match self {
+            Self::Broken(why) if why.code() == Code::ResourceExhausted => {
+                ProxyError::BodyTooLarge { bytes_max }.into()
+            }
+            halt => halt,
+        }
+    }
 }
 
 impl From<ProxyError> for StreamHalt {
@@ -48,6 +61,20 @@ pub(super) fn out_of_turn(said: &Request, when: &str) -> StreamHalt {
     StreamHalt::Broken(Status::failed_precondition(format!(
         "{said} came {when}, which no body mode allows"
     )))
+}
+
+/// The end of a stream one of whose messages could not be read.
+fn unread(why: &Status) -> StreamHalt {
+    StreamHalt::Broken(match why.code() {
+        Code::OutOfRange => {
+            Status::resource_exhausted("a message is longer than limits.max_body allows")
+        }
+        Code::Internal | Code::InvalidArgument | Code::Unimplemented => {
+            Status::invalid_argument(format!("a message cannot be read: {}", why.message()))
+        }
+        // Its connection is gone, or the stream was reset.
+        _ => return StreamHalt::Left,
+    })
 }
 
 /// A gateway's side of a stream.
@@ -89,9 +116,8 @@ impl GatewayMessages {
 }
 
 fn read(next: Option<Result<ProcessingRequest, Status>>) -> Result<GatewayMessage, StreamHalt> {
-    let Some(Ok(message)) = next else {
-        return Err(StreamHalt::Left);
-    };
+    let message = next.ok_or(StreamHalt::Left)?;
+    let message = message.map_err(|why| unread(&why))?;
     if message.observability_mode {
         let why = "observability_mode lets a picker change nothing: turn it off";
         return Err(StreamHalt::Broken(Status::failed_precondition(why)));

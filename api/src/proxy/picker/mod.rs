@@ -15,9 +15,11 @@
 //! | `heads` | heads of requests and answers in messages, and what is changed of them |
 //! | `offer` | the endpoints that a request may go to, in order, and what goes there |
 //! | `outbound` | messages to a gateway |
+//! | `answers` | how a stream is heard: messages to a gateway, then its end |
 //! | `passing` | an engine's answer on its way through |
 //! | `metadata` | what gateways and pickers tell each other beside headers |
 
+mod answers;
 mod heads;
 mod inbound;
 mod metadata;
@@ -34,6 +36,7 @@ use std::sync::Arc;
 use http::HeaderName;
 use tokio_util::task::TaskTracker;
 
+pub use answers::PickerAnswers;
 pub use metrics::{PickedOutcome, PickerMetrics, ServedBy};
 pub use server::{PickerServer, PickerTls};
 

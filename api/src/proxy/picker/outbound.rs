@@ -16,8 +16,8 @@ use super::ext_proc::{
     HttpStatus, ImmediateResponse, ProcessingMode, ProcessingResponse, StreamedBodyResponse,
     TrailersResponse,
 };
-use super::{BodyMode, heads};
 use super::inbound::StreamHalt;
+use super::{BodyMode, heads};
 
 /// Longest piece of a body in a message, in bytes: what Envoy takes in one.
 pub(super) const PIECE_BYTES_MAX: usize = 62 * 1024;
@@ -25,7 +25,7 @@ pub(super) const PIECE_BYTES_MAX: usize = 62 * 1024;
 /// A picker's side of a stream.
 #[derive(Clone)]
 pub(super) struct PickerMessages {
-    pub(super) sender: Sender<Result<ProcessingResponse, Status>>,
+    pub(super) sender: Sender<ProcessingResponse>,
     /// How long a gateway may take none.
     pub(super) untaken: Duration,
 }
@@ -47,7 +47,7 @@ impl PickerMessages {
             dynamic_metadata,
             mode_override: None,
         };
-        self.put(Ok(message)).await
+        self.put(message).await
     }
 
     /// Lets a request's head pass, and asks for its body in one piece. A gateway takes both modes from
@@ -66,7 +66,7 @@ impl PickerMessages {
                 response_body_mode: answers.into(),
             }),
         };
-        self.put(Ok(message)).await
+        self.put(message).await
     }
 
     /// The same of an answer's body. What it waits is taken from `left`, the time for which a gateway
@@ -79,21 +79,23 @@ impl PickerMessages {
         let since = Instant::now();
         let sent = timeout(*left, self.send(said)).await;
         *left = left.saturating_sub(since.elapsed());
-        sent.unwrap_or(Err(StreamHalt::Left))
+        sent.unwrap_or_else(|_| Err(untaken()))
     }
 
-    /// Ends the stream with an error.
-    pub(super) async fn fail(&self, why: Status) {
-        // Whoever has left need not know.
-        let _: Result<(), _> = self.put(Err(why)).await;
-    }
-
-    async fn put(&self, message: Result<ProcessingResponse, Status>) -> Result<(), StreamHalt> {
+    async fn put(&self, message: ProcessingResponse) -> Result<(), StreamHalt> {
         match timeout(self.untaken, self.sender.send(message)).await {
             Ok(Ok(())) => Ok(()),
-            Ok(Err(_)) | Err(_) => Err(StreamHalt::Left),
+            Ok(Err(_)) => Err(StreamHalt::Left),
+            Err(_) => Err(untaken()),
         }
     }
+}
+
+/// The end of a stream whose gateway takes too little. It is told so when it takes the rest: it would
+/// go on without this replica after a stream that ends without an error.
+pub(super) fn untaken() -> StreamHalt {
+    let why = "the gateway took too little for too long";
+    StreamHalt::Broken(Status::deadline_exceeded(why))
 }
 
 /// Which body pieces are of.

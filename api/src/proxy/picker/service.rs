@@ -10,21 +10,20 @@ use std::time::Duration;
 use futures_util::StreamExt as _;
 use futures_util::stream::{self, Stream};
 use http::HeaderValue;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep;
-use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_server::Health as HealthService;
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
-use super::Picker;
+use super::ext_proc::ProcessingRequest;
 use super::ext_proc::external_processor_server::ExternalProcessor;
-use super::ext_proc::{ProcessingRequest, ProcessingResponse};
 use super::inbound::GatewayMessages;
 use super::outbound::PickerMessages;
 use super::stream::{PickerStream, StreamMeter};
+use super::{Picker, PickerAnswers};
 
 /// Most messages of a stream that wait for its gateway.
 const WAITING_MAX: usize = 4;
@@ -59,9 +58,10 @@ impl Picker {
         self: &Arc<Self>,
         messages: impl Stream<Item = Result<ProcessingRequest, Status>> + Send + 'static,
         peer: HeaderValue,
-    ) -> Result<ReceiverStream<Result<ProcessingResponse, Status>>, Status> {
+    ) -> Result<PickerAnswers, Status> {
         let meter = StreamMeter::open(self)?;
         let (sender, receiver) = mpsc::channel(WAITING_MAX);
+        let (end, ended) = oneshot::channel();
         let stream = PickerStream {
             picker: Arc::clone(self),
             inbound: GatewayMessages::new(messages.boxed()),
@@ -71,8 +71,12 @@ impl Picker {
             },
             peer,
         };
-        self.tasks.spawn(stream.run(meter));
-        Ok(ReceiverStream::new(receiver))
+        self.tasks.spawn(async move {
+            let how = stream.run(meter).await;
+            // Whoever has left need not know.
+            let _: Result<(), _> = end.send(how);
+        });
+        Ok(PickerAnswers::new(receiver, ended))
     }
 
     /// How the service of this name is; `None`: there is none.
@@ -91,7 +95,7 @@ impl Picker {
 
 #[tonic::async_trait]
 impl ExternalProcessor for PickerService {
-    type ProcessStream = ReceiverStream<Result<ProcessingResponse, Status>>;
+    type ProcessStream = PickerAnswers;
 
     async fn process(
         &self,

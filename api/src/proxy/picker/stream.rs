@@ -13,6 +13,7 @@ use state::ids::UserKey;
 use tokio::time::{Instant, timeout, timeout_at};
 use tonic::Status;
 
+use super::answers::StreamEnd;
 use super::ext_proc::HeadersResponse;
 use super::ext_proc::processing_request::Request;
 use super::ext_proc::processing_response::Response as Said;
@@ -20,7 +21,7 @@ use super::inbound::{GatewayMessages, StreamHalt, UploadedBody, out_of_turn};
 use super::metrics::{PickedOutcome, ServedBy};
 use super::offer::EndpointOffer;
 use super::outbound::{
-    BodyOf, PickerMessages, answer_head, immediate, request_head, request_trailers,
+    BodyOf, PickerMessages, answer_head, immediate, request_head, request_trailers, untaken,
 };
 use super::passing::PassedAnswer;
 use super::{BodyMode, BodyModes, Picker, heads, metadata};
@@ -139,28 +140,28 @@ impl StreamBooks {
 
 impl PickerStream {
     /// Follows the stream to its end.
-    pub(super) async fn run(mut self, mut meter: StreamMeter) {
+    pub(super) async fn run(mut self, mut meter: StreamMeter) -> StreamEnd {
         meter.outcome = PickedOutcome::Left;
         let out = self.out.sender.clone();
         tokio::select! {
             biased;
-            () = out.closed() => {}
-            () = self.serve(&mut meter) => {}
+            () = out.closed() => Ok(()),
+            ended = self.serve(&mut meter) => ended,
         }
     }
 
-    async fn serve(&mut self, meter: &mut StreamMeter) {
+    async fn serve(&mut self, meter: &mut StreamMeter) -> StreamEnd {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
         let mut books = StreamBooks::open(proxy);
         let Err(halt) = self.follow(&mut books, meter).await else {
-            return;
+            return Ok(());
         };
         let ledger = books.ledger.take();
         let response = match (halt, ledger) {
             (StreamHalt::Broken(why), _) => {
                 meter.outcome = PickedOutcome::Broken;
-                return self.out.fail(why).await;
+                return Err(why);
             }
             (StreamHalt::Refused(failure), Some(ledger)) => {
                 let failure = proxy.startup.doubt(failure);
@@ -169,14 +170,17 @@ impl PickerStream {
             (StreamHalt::Told(response), Some(ledger)) => {
                 local(*response, RequestOutcome::Local, ledger)
             }
-            (StreamHalt::Left | StreamHalt::Refused(_) | StreamHalt::Told(_), _) => return,
+            (StreamHalt::Left | StreamHalt::Refused(_) | StreamHalt::Told(_), _) => return Ok(()),
         };
         meter.outcome = PickedOutcome::Answered;
         let mut response = response.map(AnswerBody::into_local);
         let told = (books.ignored, books.user);
         proxy.sign(response.headers_mut(), (books.dialect, books.id), told);
-        // Whoever has left is told nothing.
-        let _: Result<(), _> = self.out.send(immediate(response, "quorate")).await;
+        match self.out.send(immediate(response, "quorate")).await {
+            Err(StreamHalt::Broken(why)) => Err(why),
+            // Whoever has left is told nothing.
+            Ok(()) | Err(_) => Ok(()),
+        }
     }
 
     async fn follow(
@@ -199,7 +203,7 @@ impl PickerStream {
         let offer = EndpointOffer::of(&picker, &sending, &decision, trace.as_ref())?;
         // A gateway that takes each message late enough would keep the place for hours.
         let told = timeout_at(sending.first_byte_by, self.tell(&offer, upload)).await;
-        told.unwrap_or(Err(StreamHalt::Left))?;
+        told.unwrap_or_else(|_| Err(untaken()))?;
         pending.is_sent.store(true, Relaxed);
         meter.outcome = PickedOutcome::Picked;
         let head = match timeout_at(sending.first_byte_by, self.answer_head(upload)).await {
@@ -311,6 +315,10 @@ impl PickerStream {
         let mut body = UploadedBody::new(&mut self.inbound, mode, is_bodiless);
         let taken = proxy.take_in(&head, &self.peer, &mut body, &mut held).await;
         if let Some(halt) = body.halt.take() {
+            let halt = halt.of_upload(limits.body_bytes_max);
+            if let StreamHalt::Refused(_) = halt {
+                books.ledger().is_refused();
+            }
             return Err(halt);
         }
         let upload = UploadShape {

@@ -1,0 +1,55 @@
+//! What a gateway hears in a stream: the picker's messages, then how the stream ended.
+//!
+//! An error waits behind the messages without a place among them: a gateway that took none for too long
+//! is told so once it takes them.
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use futures_util::FutureExt as _;
+use futures_util::stream::Stream;
+use tokio::sync::{mpsc, oneshot};
+use tonic::Status;
+
+use super::ext_proc::ProcessingResponse;
+
+/// How a stream ended: an end without an error has its gateway go on without this replica.
+pub(super) type StreamEnd = Result<(), Status>;
+
+/// A picker's side of one stream.
+pub struct PickerAnswers {
+    messages: mpsc::Receiver<ProcessingResponse>,
+    /// `None`: it is told.
+    end: Option<oneshot::Receiver<StreamEnd>>,
+}
+
+impl PickerAnswers {
+    pub(super) fn new(
+        messages: mpsc::Receiver<ProcessingResponse>,
+        end: oneshot::Receiver<StreamEnd>,
+    ) -> Self {
+        let end = Some(end);
+        Self { messages, end }
+    }
+}
+
+impl Stream for PickerAnswers {
+    type Item = Result<ProcessingResponse, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        if let Some(message) = ready!(self.messages.poll_recv(cx)) {
+            return Poll::Ready(Some(Ok(message)));
+        }
+        let Some(end) = &mut self.end else {
+            return Poll::Ready(None);
+        };
+        let ended = ready!(end.poll_unpin(cx));
+        self.end = None;
+        Poll::Ready(match ended {
+            Ok(Ok(())) => None,
+            Ok(Err(why)) => Some(Err(why)),
+            // Its task is gone, and did not say why.
+            Err(_) => Some(Err(Status::internal("the picker lost the stream"))),
+        })
+    }
+}
