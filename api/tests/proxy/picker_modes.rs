@@ -1,5 +1,5 @@
-//! Body modes of gateways: what a picker asks of them, and what becomes of bodies that are too long or
-//! cannot be read.
+//! Body modes of gateways: what a picker asks of them, what becomes of those that do otherwise, and what
+//! of bodies that are too long or cannot be read.
 
 use api::proxy::picker::PickedOutcome;
 use api::proxy::picker::ext_proc::processing_request::Request as Said;
@@ -42,6 +42,26 @@ async fn a_gateway_is_told_the_mode_of_answers_again() {
         assert_eq!(asked, Some(expected));
     }
     fleet.is_idle().await;
+}
+
+#[tokio::test]
+async fn a_gateway_that_ignores_what_it_is_asked_is_told_which_setting_to_change() {
+    let engines = engines().await;
+    let (fleet, picking) = start(&engines).await;
+    let (half, rest) = CHAT.split_at(30);
+    for pieces in [[half, rest], [CHAT, ""]] {
+        let mut talk = picking.open().await;
+        talk.say_with(head(), modes(STREAMED, STREAMED, false))
+            .await;
+        for (piece, end) in pieces.into_iter().zip([false, true]) {
+            talk.say(upload(piece, end)).await;
+        }
+        let why = talk.fails().await;
+        assert_eq!(why.code(), Code::FailedPrecondition, "{why}");
+        assert!(why.message().contains("allow_mode_override"), "{why}");
+    }
+    fleet.is_idle().await;
+    assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
 }
 
 #[tokio::test]

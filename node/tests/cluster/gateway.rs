@@ -193,6 +193,16 @@ async fn every_body_mode_brings_the_same_answers() {
         let answer = gateway.send(&models).await.unwrap();
         assert_eq!((answer.status, answer.endpoint), (StatusCode::OK, None));
     }
+    let options = GatewayOptions {
+        bodies: BodySendMode::Streamed,
+        waits_for_heads: true,
+        piece_bytes: 100,
+        ..GatewayOptions::default()
+    };
+    let gateway = StandInGateway::new(&pickers(&[at]), options);
+    let why = gateway.send(&turn("ada", 2, false)).await.unwrap_err();
+    let why = format!("{why:#}");
+    assert!(why.contains("allow_mode_override"), "{why}");
     replica.leave().await;
 }
 

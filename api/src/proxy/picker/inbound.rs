@@ -63,6 +63,15 @@ pub(super) fn out_of_turn(said: &Request, when: &str) -> StreamHalt {
     )))
 }
 
+/// The end of a stream whose gateway sends a body in pieces that it was asked for whole.
+pub(super) fn override_ignored() -> StreamHalt {
+    StreamHalt::Broken(Status::failed_precondition(
+        "request_body came in pieces although mode_override asked for BUFFERED: set \
+         allow_mode_override at the gateway (and have allowed_override_modes, if set, hold it), or \
+         request_body_mode BUFFERED, or send_body_without_waiting_for_header_response",
+    ))
+}
+
 /// The end of a stream one of whose messages could not be read.
 fn unread(why: &Status) -> StreamHalt {
     StreamHalt::Broken(match why.code() {
@@ -103,9 +112,11 @@ impl GatewayMessages {
     }
 
     /// Waits for a gateway that is waited for itself: it can only leave, or answer by itself.
-    pub(super) async fn gone(&mut self) -> StreamHalt {
+    /// With `may_go_on`, what it sent as a whole body may be none.
+    pub(super) async fn gone(&mut self, may_go_on: bool) -> StreamHalt {
         match self.next().await {
             Ok(message) => match message.said {
+                Request::RequestBody(_) if may_go_on => override_ignored(),
                 // A timeout of its own, or a client that left: it goes on without this replica.
                 Request::ResponseHeaders(_) => StreamHalt::Left,
                 said => out_of_turn(&said, "while its answer was awaited"),
@@ -159,6 +170,8 @@ pub(super) struct UploadedBody<'a> {
     messages: &'a mut GatewayMessages,
     mode: BodyMode,
     is_over: bool,
+    /// Whether a whole body's one piece said that more follows.
+    pub(super) is_cut: bool,
     /// Messages that it came in.
     pub(super) pieces: usize,
     /// Whether trailers ended it, which are to be answered.
@@ -177,6 +190,7 @@ impl<'a> UploadedBody<'a> {
             messages,
             mode,
             is_over,
+            is_cut: false,
             pieces: 0,
             has_trailers: false,
             halt: None,
@@ -188,7 +202,9 @@ impl<'a> UploadedBody<'a> {
             Request::RequestBody(piece) => {
                 self.pieces += 1;
                 // A whole body is followed by trailers only, which wait for its answer.
-                self.is_over = piece.end_of_stream || self.mode == BodyMode::Buffered;
+                let is_whole = self.mode == BodyMode::Buffered;
+                self.is_cut = is_whole && !piece.end_of_stream;
+                self.is_over = is_whole || piece.end_of_stream;
                 Ok(Some(piece.body))
             }
             Request::RequestTrailers(_) => {

@@ -17,7 +17,7 @@ use super::answers::StreamEnd;
 use super::ext_proc::HeadersResponse;
 use super::ext_proc::processing_request::Request;
 use super::ext_proc::processing_response::Response as Said;
-use super::inbound::{GatewayMessages, StreamHalt, UploadedBody, out_of_turn};
+use super::inbound::{GatewayMessages, StreamHalt, UploadedBody, out_of_turn, override_ignored};
 use super::metrics::{PickedOutcome, ServedBy};
 use super::offer::EndpointOffer;
 use super::outbound::{
@@ -81,7 +81,11 @@ struct StreamOpening {
 #[derive(Clone, Copy)]
 struct UploadShape {
     mode: BodyMode,
+    /// Whether the gateway was asked to send it whole, as it would not by itself.
+    is_asked_whole: bool,
     is_bodiless: bool,
+    /// Whether a whole body did not end with its one piece: trailers follow, or it was not whole.
+    is_cut: bool,
     pieces: usize,
     has_trailers: bool,
 }
@@ -93,6 +97,13 @@ struct AnswerHead {
     /// Whether no body follows.
     is_over: bool,
     served: Option<SocketAddr>,
+}
+
+impl UploadShape {
+    /// Whether what came as the whole body may be the first piece of one.
+    fn may_go_on(&self) -> bool {
+        self.is_asked_whole && self.is_cut
+    }
 }
 
 impl StreamMeter {
@@ -194,7 +205,8 @@ impl PickerStream {
         let (asked, upload) = self.take_in(opening, modes, books).await?;
         let asked = Arc::new(asked);
         let (mut sending, wanted) = prepare(proxy, &asked, books.ledger())?;
-        let (decision, mut attempt) = self.admit(&asked, books.ledger()).await?;
+        let may_go_on = upload.may_go_on();
+        let (decision, mut attempt) = self.admit(&asked, may_go_on, books.ledger()).await?;
         let trace = asked.trace_headers(attempt.trace());
         let sent_at = Instant::now();
         sending.first_byte_by = sent_at + proxy.settings.timeouts.first_byte;
@@ -323,7 +335,9 @@ impl PickerStream {
         }
         let upload = UploadShape {
             mode,
+            is_asked_whole: modes.requests == BodyMode::Streamed,
             is_bodiless,
+            is_cut: body.is_cut,
             pieces: body.pieces,
             has_trailers: body.has_trailers,
         };
@@ -353,7 +367,11 @@ impl PickerStream {
         };
         let StreamBooks { ledger, user, .. } = books;
         let ledger = ledger.as_mut().expect("the answer has not begun");
-        let mut asked = proxy.understand(arrived, ledger, user).await?;
+        let understood = proxy.understand(arrived, ledger, user).await;
+        let mut asked = understood.map_err(|failure| match failure {
+            ProxyError::BadRequest { .. } if upload.may_go_on() => override_ignored(),
+            failure => failure.into(),
+        })?;
         if asked.read.stages != RequestStages::Nothing {
             // A gateway sends it to one engine.
             asked.read.stages = RequestStages::Whole;
@@ -365,6 +383,7 @@ impl PickerStream {
     async fn admit(
         &mut self,
         asked: &Arc<ProxiedRequest>,
+        may_go_on: bool,
         ledger: &mut RequestMetricsGuard,
     ) -> Result<(Decision, Attempt), StreamHalt> {
         let proxy = &self.picker.proxy;
@@ -372,7 +391,7 @@ impl PickerStream {
         let admitted = tokio::select! {
             biased;
             admitted = admit(proxy, asked, &[]) => admitted,
-            halt = self.inbound.gone() => return Err(halt),
+            halt = self.inbound.gone(may_go_on) => return Err(halt),
         };
         let (decision, mut attempt) = admitted?;
         ledger.routed(arrived.elapsed());
@@ -427,6 +446,7 @@ impl PickerStream {
                     self.out.send(request_trailers()).await?;
                     continue;
                 }
+                Request::RequestBody(_) if upload.may_go_on() => return Err(override_ignored()),
                 said => return Err(out_of_turn(&said, "before response_headers")),
             };
             let limits = **self.picker.proxy.limits.load();
