@@ -243,6 +243,11 @@ impl ResponseBody {
         self.ahead.poll_untaken(cx)
     }
 
+    /// Whether the engine has said that its answer is complete, and the end of it is withheld.
+    pub(super) fn is_withholding(&self) -> bool {
+        self.withheld.is_on() && !self.is_over && self.content.is_done()
+    }
+
     /// Hands over the request's account. An answer without a body is at its end with that.
     pub(super) fn account(&mut self, ledger: RequestMetricsGuard) {
         self.accounting.ledger = Some(ledger);

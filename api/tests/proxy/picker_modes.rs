@@ -2,14 +2,18 @@
 //! of bodies that are too long or cannot be read.
 
 use api::proxy::picker::PickedOutcome;
+use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::processing_request::Request as Said;
-use api::proxy::picker::ext_proc::{BodySendMode, ProcessingMode, ProcessingRequest};
-use api::proxy::RequestOutcome;
+use api::proxy::picker::ext_proc::processing_response::Response as Heard;
+use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingMode, ProcessingRequest};
+use api::proxy::{Charges, ProxySettings, RequestOutcome};
 use tonic::{Code, Status};
 
+use super::engine::{DONE, delta};
 use super::fleet::{Fleet, PATIENT};
 use super::picking::{
-    CHAT, EVENTS, Picking, PickingHere, engines, head_of, modes, piece_of, plain, start,
+    CHAT, EVENTS, Picking, PickingHere, Talk, body_of, engines, head_of, modes, piece_of, plain,
+    start,
 };
 
 const STREAMED: BodySendMode = BodySendMode::Streamed;
@@ -62,6 +66,54 @@ async fn a_gateway_that_ignores_what_it_is_asked_is_told_which_setting_to_change
     }
     fleet.is_idle().await;
     assert_eq!(picking.metrics.requests(PickedOutcome::Broken), 2);
+}
+
+/// What comes in the place of an answer's piece.
+async fn passed(talk: &mut Talk, piece: Said) -> String {
+    talk.say(piece).await;
+    match body_of(talk.next().await).body_mutation.unwrap().mutation {
+        Some(Mutation::Body(body)) => String::from_utf8(body.to_vec()).unwrap(),
+        Some(Mutation::ClearBody(true)) => String::new(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn the_withheld_end_of_an_answer_passes_before_its_trailers() {
+    let engines = engines().await;
+    for mode in [STREAMED, BUFFERED] {
+        let both = [&engines[0], &engines[1]];
+        let fleet = Fleet::start_with(&both, PATIENT, |settings: &mut ProxySettings| {
+            settings.charges = Charges::Durable;
+        });
+        let fleet = fleet.await;
+        fleet.keep_flushing();
+        let picking = Picking::of(&fleet).await;
+        let duplex = BodySendMode::FullDuplexStreamed;
+        let mut talk = picking.ask(CHAT, 1000, modes(duplex, mode, false)).await;
+        talk.picked().await;
+        talk.streamed().await;
+        talk.begin(EVENTS, None).await;
+        let text = delta("a", 1);
+        let pieces = match mode == BUFFERED {
+            true => vec![format!("{text}{DONE}")],
+            false => vec![text.clone(), DONE.to_owned()],
+        };
+        let mut whole = String::new();
+        for piece in &pieces {
+            whole += &passed(&mut talk, answer(piece, false)).await;
+        }
+        assert!(whole.contains("\"content\":\"a\""), "{mode:?}: {whole}");
+        assert!(whole.ends_with(DONE), "{mode:?}: {whole}");
+        let trailers = Said::ResponseTrailers(HttpTrailers::default());
+        talk.say(trailers).await;
+        let last = talk.next().await.response;
+        assert!(matches!(last, Some(Heard::ResponseTrailers(_))), "{last:?}");
+        talk.is_over().await;
+        fleet.is_idle().await;
+        assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
+        assert_eq!(fleet.metrics.charges_unconfirmed.get(), 0);
+    }
 }
 
 #[tokio::test]

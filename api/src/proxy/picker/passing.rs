@@ -40,9 +40,8 @@ impl PassedAnswer {
         }
         match mode {
             BodyMode::Duplex => self.stream(inbound, out).await,
-            BodyMode::Streamed | BodyMode::StreamedEarly | BodyMode::Buffered => {
-                self.step(inbound, out).await
-            }
+            BodyMode::Streamed | BodyMode::StreamedEarly => self.step(false, inbound, out).await,
+            BodyMode::Buffered => self.step(true, inbound, out).await,
         }
     }
 
@@ -85,9 +84,10 @@ impl PassedAnswer {
         }
     }
 
-    /// Piece by piece, each answered by itself.
+    /// Piece by piece, each answered by itself; with `is_whole` there is one.
     async fn step(
         mut self,
+        is_whole: bool,
         inbound: &mut GatewayMessages,
         out: &PickerMessages,
     ) -> Result<(), StreamHalt> {
@@ -95,18 +95,16 @@ impl PassedAnswer {
             let message = tokio::select! {
                 biased;
                 message = inbound.next() => message?,
-                early = self.next() => {
+                early = self.next(), if !self.is_over() => {
                     let why = early.and_then(Result::err);
                     return Err(broken(why.unwrap_or(ResponseBodyError::Silent)));
                 }
             };
             match message.said {
                 Request::ResponseBody(piece) => {
-                    self.writer.push(piece.body);
-                    let passed = match piece.end_of_stream {
-                        true => self.rest().await?,
-                        false => self.ready()?,
-                    };
+                    let passed = self
+                        .passed(piece.body, is_whole || piece.end_of_stream)
+                        .await?;
                     let said = BodyOf::Answer.replaced(passed, None);
                     out.send_within(said, &mut self.held_back).await?;
                     if piece.end_of_stream {
@@ -121,6 +119,21 @@ impl PassedAnswer {
                 said => return Err(out_of_turn(&said, "within the body of an answer")),
             }
         }
+    }
+
+    /// What is passed on in the place of a piece. Whether trailers follow the last one is told only
+    /// once it is answered, so what is withheld to the end of an answer waits for its charge as soon
+    /// as the answer says that it is complete.
+    async fn passed(&self, piece: Bytes, is_last: bool) -> Result<Bytes, StreamHalt> {
+        if self.is_over() {
+            return Ok(piece);
+        }
+        self.writer.push(piece);
+        let mut passed = BytesMut::from(&*self.ready()?);
+        if is_last || lock(&self.answer).is_withholding() {
+            passed.extend_from_slice(&self.rest().await?);
+        }
+        Ok(passed.freeze())
     }
 
     fn poll(&self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, ResponseBodyError>>> {
