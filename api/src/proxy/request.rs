@@ -42,7 +42,7 @@ impl HeldBodyBytes {
         }
     }
 
-    fn add(&mut self, bytes: usize) -> Result<(), ProxyError> {
+    pub(super) fn add(&mut self, bytes: usize) -> Result<(), ProxyError> {
         let bytes = bytes as u64;
         self.bytes += bytes;
         if self.all.fetch_add(bytes, Relaxed) + bytes > self.bytes_max {
@@ -50,11 +50,16 @@ impl HeldBodyBytes {
         }
         Ok(())
     }
+
+    /// Takes all of them out.
+    pub(super) fn release(&mut self) {
+        self.all.fetch_sub(std::mem::take(&mut self.bytes), Relaxed);
+    }
 }
 
 impl Drop for HeldBodyBytes {
     fn drop(&mut self) {
-        self.all.fetch_sub(self.bytes, Relaxed);
+        self.release();
     }
 }
 

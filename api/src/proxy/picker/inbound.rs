@@ -37,6 +37,7 @@ impl StreamHalt {
             Self::Broken(why) if why.code() == Code::ResourceExhausted => {
                 ProxyError::BodyTooLarge { bytes_max }.into()
             }
+            Self::Broken(why) if why.code() == Code::Unavailable => ProxyError::Overloaded.into(),
             halt => halt,
         }
     }
@@ -78,6 +79,8 @@ fn unread(why: &Status) -> StreamHalt {
         Code::OutOfRange => {
             Status::resource_exhausted("a message is longer than limits.max_body allows")
         }
+        // See `frames`.
+        Code::Unavailable => why.clone(),
         Code::Internal | Code::InvalidArgument | Code::Unimplemented => {
             Status::invalid_argument(format!("a message cannot be read: {}", why.message()))
         }

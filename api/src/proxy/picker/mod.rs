@@ -10,6 +10,7 @@
 //! | --- | --- |
 //! | `server` | connections, and how they are drained |
 //! | `service` | the gRPC services: external processing, health |
+//! | `frames` | messages that are not whole yet, and what they hold |
 //! | `stream` | one stream: from a request's head to the end of its answer |
 //! | `inbound` | messages of a gateway: the order in which they may come, the body of a request |
 //! | `heads` | heads of requests and answers in messages, and what is changed of them |
@@ -20,6 +21,7 @@
 //! | `metadata` | what gateways and pickers tell each other beside headers |
 
 mod answers;
+mod frames;
 mod heads;
 mod inbound;
 mod metadata;

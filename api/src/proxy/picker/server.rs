@@ -25,6 +25,7 @@ use tonic_health::pb::health_server::HealthServer;
 
 use super::Picker;
 use super::ext_proc::external_processor_server::ExternalProcessorServer;
+use super::frames::BoundedMessages;
 use super::service::PickerService;
 use crate::backends::pool::prepare;
 use crate::bounded_listener::{BoundedConnection, BoundedListener};
@@ -243,6 +244,11 @@ impl GatewayConnection {
         let processing = processing
             .max_decoding_message_size(message_max)
             .max_encoding_message_size(message_max);
+        let processing = BoundedMessages {
+            service: processing,
+            picker: Arc::clone(&self.picker),
+            message_max,
+        };
         Routes::new(processing)
             .add_service(HealthServer::new(service))
             .prepare()

@@ -1,0 +1,215 @@
+//! Messages of gateways that are not whole yet. gRPC's decoder sets aside what the first bytes of a message
+//! announce, and keeps what comes until it is whole; a body counts among those that are held only when it
+//! is read. What is announced counts with them until then, as `limits.max_held_bodies` bounds all.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::{Body, Frame, SizeHint};
+use tonic::Status;
+use tonic::server::NamedService;
+use tower::Service;
+
+use super::Picker;
+use crate::proxy::request::HeldBodyBytes;
+
+/// What stands before a message: whether it is compressed, and how long it is.
+const PREFIX_BYTES: usize = 5;
+
+/// A gRPC service that reads messages within bounds.
+#[derive(Clone)]
+pub(super) struct BoundedMessages<S> {
+    pub(super) service: S,
+    pub(super) picker: Arc<Picker>,
+    /// Longest message, in bytes; the decoder refuses longer ones before it sets anything aside.
+    pub(super) message_max: usize,
+}
+
+impl<S: NamedService> NamedService for BoundedMessages<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+type GrpcBody = tonic::body::Body;
+
+impl<S> Service<Request<GrpcBody>> for BoundedMessages<S>
+where
+    S: Service<Request<GrpcBody>, Response = Response<GrpcBody>>,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = S::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.service.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Request<GrpcBody>) -> S::Future {
+        let proxy = &self.picker.proxy;
+        let held_max = proxy.limits.load().held_bytes_max;
+        let held = HeldBodyBytes::none(&proxy.held_bytes, held_max);
+        let message_max = self.message_max;
+        let request = request.map(|messages| {
+            GrpcBody::new(CountedMessages {
+                messages,
+                count: MessageCount::new(held, message_max),
+            })
+        });
+        self.service.call(request)
+    }
+}
+
+/// Messages on their way in.
+struct CountedMessages {
+    messages: GrpcBody,
+    count: MessageCount,
+}
+
+impl Body for CountedMessages {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let next = ready!(Pin::new(&mut self.messages).poll_frame(cx));
+        let counted = next.map(|frame| {
+            let frame = frame?;
+            if let Some(data) = frame.data_ref() {
+                self.count.take_in(data)?;
+            }
+            Ok(frame)
+        });
+        Poll::Ready(counted)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.messages.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.messages.size_hint()
+    }
+}
+
+/// Where in a message a stream is.
+pub(super) struct MessageCount {
+    prefix: [u8; PREFIX_BYTES],
+    /// How much of it has come.
+    prefix_bytes: usize,
+    /// What is still to come of a message.
+    left: usize,
+    message_max: usize,
+    held: HeldBodyBytes,
+}
+
+impl MessageCount {
+    pub(super) fn new(held: HeldBodyBytes, message_max: usize) -> Self {
+        Self {
+            prefix: [0; PREFIX_BYTES],
+            prefix_bytes: 0,
+            left: 0,
+            message_max,
+            held,
+        }
+    }
+
+    pub(super) fn take_in(&mut self, mut data: &[u8]) -> Result<(), Status> {
+        while !data.is_empty() {
+            if self.left > 0 {
+                let come = self.left.min(data.len());
+                data = &data[come..];
+                self.left -= come;
+                if self.left == 0 {
+                    self.held.release();
+                }
+                continue;
+            }
+            let come = (PREFIX_BYTES - self.prefix_bytes).min(data.len());
+            let (of_prefix, rest) = data.split_at(come);
+            self.prefix[self.prefix_bytes..][..come].copy_from_slice(of_prefix);
+            self.prefix_bytes += come;
+            data = rest;
+            if self.prefix_bytes == PREFIX_BYTES {
+                self.prefix_bytes = 0;
+                self.announced(data.len())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A message begins, of which so much is here.
+    fn announced(&mut self, here: usize) -> Result<(), Status> {
+        let [_, length @ ..] = self.prefix;
+        self.left = usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX);
+        if self.left <= here || self.left > self.message_max {
+            return Ok(());
+        }
+        let held = self.held.add(self.left);
+        held.map_err(|_| {
+            Status::unavailable("bodies and messages hold all that limits.max_held_bodies allows")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+    use tonic::Code;
+
+    use super::*;
+
+    const MAX: usize = 1000;
+
+    fn count(held_max: u64) -> (MessageCount, Arc<AtomicU64>) {
+        let all = Arc::default();
+        let held = HeldBodyBytes::none(&all, held_max);
+        (MessageCount::new(held, MAX), all)
+    }
+
+    fn message(bytes: u32) -> Vec<u8> {
+        let mut message = vec![0];
+        message.extend_from_slice(&bytes.to_be_bytes());
+        message.resize(PREFIX_BYTES + bytes as usize, 7);
+        message
+    }
+
+    #[test]
+    fn what_is_announced_is_held_until_it_is_whole() {
+        let (mut count, all) = count(2000);
+        let stream = [message(300), message(0), message(40), message(500)].concat();
+        for piece in [1, 3, 7, 100, 5000] {
+            let mut most = 0;
+            for data in stream.chunks(piece) {
+                count.take_in(data).unwrap();
+                most = most.max(all.load(Relaxed));
+            }
+            let expected = if piece == 5000 { 0 } else { 500 };
+            assert_eq!((most, all.load(Relaxed)), (expected, 0), "{piece}");
+        }
+        count.take_in(&message(300)[..9]).unwrap();
+        assert_eq!(all.load(Relaxed), 300);
+        drop(count);
+        assert_eq!(all.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn nobody_holds_more_than_there_is_by_announcing_it() {
+        let (mut count, all) = count(500);
+        let why = count.take_in(&message(600)[..PREFIX_BYTES]).unwrap_err();
+        assert_eq!(why.code(), Code::Unavailable);
+        drop(count);
+        assert_eq!(all.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn what_the_decoder_refuses_holds_nothing() {
+        let (mut count, all) = count(500);
+        count.take_in(&[0, 0xff, 0xff, 0xff, 0xff]).unwrap();
+        assert_eq!(all.load(Relaxed), 0);
+    }
+}
