@@ -19,7 +19,9 @@ OF_HELM = ["app.kubernetes.io/managed-by", "helm.sh/chart"]
 # Kinds of operators, whose schemas are not the API's.
 FOREIGN = ["Certificate", "PrometheusRule", "ServiceMonitor"]
 # Kinds whose schemas are in schemas/gateway.yaml.
-OF_GATEWAYS = ["HTTPRoute", "InferencePool"]
+OF_GATEWAYS = ["DestinationRule", "Gateway", "GatewayClass", "HTTPRoute", "InferencePool"]
+# Folders of gateways/ with what one gateway needs.
+GATEWAYS = ["agentgateway", "envoy-gateway", "istio"]
 
 
 def objects(name):
@@ -30,7 +32,8 @@ def objects(name):
             metadata = rendered["metadata"]
             for label in OF_HELM:
                 metadata.get("labels", {}).pop(label, None)
-            metadata.pop("namespace", None)
+            if rendered["kind"] != "GatewayClass":
+                metadata.pop("namespace", None)
             key = rendered["kind"], metadata["name"]
             assert key not in found, f"{name}: {key} twice"
             found[key] = rendered
@@ -99,6 +102,40 @@ def picks(rendered):
     print("gateway: route, pool, Service, port and discovery lead to each other")
 
 
+def for_one(name, plain):
+    """What one gateway needs is there, beside what all do."""
+    rendered = objects(f"{name}.kustomize")
+    valid(name, rendered)
+    config(name, rendered)
+    picks(rendered)
+    assert plain.keys() <= rendered.keys()
+    changed = {key for key in plain if plain[key] != rendered[key]}
+    gateway = rendered["Gateway", "inference-gateway"]
+    (parent,) = rendered["HTTPRoute", "engines"]["spec"]["parentRefs"]
+    assert parent["name"] == gateway["metadata"]["name"]
+    assert gateway["spec"]["gatewayClassName"] == name
+    more = rendered.keys() - plain.keys() - {("Gateway", "inference-gateway")}
+    pool = rendered["InferencePool", "engines"]
+    picker = pool["spec"]["endpointPickerRef"]["name"]
+    (container,) = rendered["StatefulSet", "quorate"]["spec"]["template"]["spec"]["containers"]
+    values = {one["name"]: one.get("value") for one in container["env"]}
+    if name == "istio":
+        assert more == {("DestinationRule", picker)} and not changed
+        rule = rendered["DestinationRule", picker]["spec"]
+        assert rule["host"] == f"{picker}.llm.svc.cluster.local"
+    elif name == "envoy-gateway":
+        assert more == {("GatewayClass", name)} and changed == {("StatefulSet", "quorate")}
+        assert values["QUORATE_EPP__ENDPOINTS"] == "1"
+        with open(f"{HERE}/gateways/{name}/values.yaml", encoding="utf-8") as file:
+            manager = yaml.safe_load(file)["config"]["envoyGateway"]["extensionManager"]
+        (followed,) = manager["backendResources"]
+        assert pool["apiVersion"] == f"{followed['group']}/{followed['version']}"
+        assert pool["kind"] == followed["kind"]
+    else:
+        assert not more and not changed
+    print(f"{name}: a gateway of its class, its route, and what else it needs")
+
+
 def config(name, rendered):
     """quorate takes the config, as a pod has it."""
     text = rendered["ConfigMap", "quorate"]["data"]["quorate.toml"]
@@ -162,4 +199,6 @@ for case in ["base", "gateway", "production"]:
     promises(same)
     if case == "gateway":
         picks(same)
+        for gateway in GATEWAYS:
+            for_one(gateway, same)
 metrics()
