@@ -9,7 +9,7 @@ use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorCl
 use api::proxy::picker::ext_proc::processing_request::Request as Said;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{BodySendMode, ProcessingRequest};
-use api::proxy::{ProxySettings, RequestOutcome};
+use api::proxy::{Charges, ProxySettings, RequestOutcome};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, oneshot};
@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tonic::transport::Endpoint;
 
-use super::engine::delta;
+use super::engine::{DONE, delta};
 use super::fleet::{Fleet, PATIENT, eventually};
 use super::picking::{
     CHAT, EVENTS, Listening, PickingHere, Talk, body_of, engines, head_of, modes, piece_of, plain,
@@ -128,6 +128,26 @@ async fn an_answer_that_stops_halfway_ends_the_stream() {
     fleet.is_idle().await;
     let charge = fleet.charged().await;
     assert_eq!((charge.ended, charge.output), (1, 3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gateway_that_does_not_end_a_complete_answer_is_not_waited_for() {
+    let (fleet, picking) = here(|settings| settings.charges = Charges::Durable).await;
+    fleet.keep_flushing();
+    let (duplex, streamed) = (BodySendMode::FullDuplexStreamed, BodySendMode::Streamed);
+    let mut talk = picking.open().unwrap();
+    talk.ask(CHAT, 1000, modes(duplex, streamed, true)).await;
+    talk.picked().await;
+    talk.streamed().await;
+    talk.begin(EVENTS, None).await;
+    // The end passes with this piece, as it may be the last before trailers.
+    let all = format!("{}{DONE}", delta("a", 1));
+    talk.say(Said::ResponseBody(piece_of(all.as_bytes(), false)))
+        .await;
+    body_of(talk.next().await);
+    assert_eq!(talk.fails().await.code(), Code::DeadlineExceeded);
+    fleet.is_idle().await;
+    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
 }
 
 #[tokio::test(start_paused = true)]

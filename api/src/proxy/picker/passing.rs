@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http_body::Body as _;
+use tokio::time::sleep;
 use tonic::Status;
 
 use super::BodyMode;
@@ -25,6 +26,8 @@ pub(super) struct PassedAnswer {
     pub(super) is_bodiless: bool,
     /// How long its engine may still be kept waiting by the gateway.
     pub(super) held_back: Duration,
+    /// How long the gateway may bring nothing once the engine's part is over.
+    pub(super) idle: Duration,
 }
 
 impl PassedAnswer {
@@ -95,10 +98,7 @@ impl PassedAnswer {
             let message = tokio::select! {
                 biased;
                 message = inbound.next() => message?,
-                early = self.next(), if !self.is_over() => {
-                    let why = early.and_then(Result::err);
-                    return Err(broken(why.unwrap_or(ResponseBodyError::Silent)));
-                }
+                why = self.stalled() => return Err(broken(why)),
             };
             match message.said {
                 Request::ResponseBody(piece) => {
@@ -119,6 +119,19 @@ impl PassedAnswer {
                 said => return Err(out_of_turn(&said, "within the body of an answer")),
             }
         }
+    }
+
+    /// Why an answer does not go on. The relay waits for the engine's part; behind that come trailers
+    /// at most.
+    async fn stalled(&self) -> ResponseBodyError {
+        if self.is_over() {
+            sleep(self.idle).await;
+            return ResponseBodyError::Silent;
+        }
+        let early = self.next().await;
+        early
+            .and_then(Result::err)
+            .unwrap_or(ResponseBodyError::Silent)
     }
 
     /// What is passed on in the place of a piece. Whether trailers follow the last one is told only

@@ -496,6 +496,7 @@ impl PickerStream {
             writer,
             is_bodiless: head.is_over,
             held_back: proxy.settings.timeouts.held_back,
+            idle: proxy.settings.timeouts.answer_idle,
         };
         if let Some(mut ledger) = books.ledger.take() {
             ledger.answered(head.status);
