@@ -41,6 +41,8 @@ const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
 /// What a message has beside a body of the greatest length, in bytes.
 const MESSAGE_EXTRA_BYTES: usize = 1 << 20;
+/// Longest question about health, in bytes: the name of a service.
+const HEALTH_BYTES_MAX: usize = 4096;
 
 /// What a gateway hears that speaks HTTP in the clear where TLS is spoken.
 static NO_TLS: LazyLock<ClearRefusal> = LazyLock::new(|| ClearRefusal {
@@ -250,7 +252,7 @@ impl GatewayConnection {
             message_max,
         };
         Routes::new(processing)
-            .add_service(HealthServer::new(service))
+            .add_service(HealthServer::new(service).max_decoding_message_size(HEALTH_BYTES_MAX))
             .prepare()
     }
 }
