@@ -20,6 +20,7 @@ pub use crate::proxy::fuzzing::{
     answer_document, answer_document_seeds, answer_events, answer_events_seeds, headers,
     headers_seeds, prompt, prompt_seeds,
 };
+pub use crate::proxy::picker::fuzzing::{gateway_message, gateway_message_seeds};
 
 use state::admission::Backlog;
 use state::ids::{BackendRef, Incarnation, ModelKey, ReplicaId, Slot};

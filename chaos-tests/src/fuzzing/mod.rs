@@ -74,6 +74,7 @@ targets! {
     api_answer_events: api::fuzzing::answer_events, api::fuzzing::answer_events_seeds;
     api_answer_document: api::fuzzing::answer_document, api::fuzzing::answer_document_seeds;
     api_headers: api::fuzzing::headers, api::fuzzing::headers_seeds;
+    api_gateway_message: api::fuzzing::gateway_message, api::fuzzing::gateway_message_seeds;
     api_kv_payload: api::fuzzing::kv_payload, api::fuzzing::kv_payload_seeds;
     api_kv_stream: api::fuzzing::kv_stream, api::fuzzing::kv_stream_seeds;
     api_zmtp: api::fuzzing::zmtp, api::fuzzing::zmtp_seeds;

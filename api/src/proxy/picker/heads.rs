@@ -106,7 +106,7 @@ pub(super) fn mutation(from: &HeaderMap, to: &HeaderMap) -> HeaderMutation {
 }
 
 /// Whether a header is about a connection of the gateway, which makes it anew.
-fn is_gateways(name: &HeaderName) -> bool {
+pub(super) fn is_gateways(name: &HeaderName) -> bool {
     is_hop_by_hop(name) || [HOST, EXPECT, VIA, FORWARDED_FOR].contains(name)
 }
 

@@ -10,7 +10,7 @@ use super::ext_proc::Metadata;
 use crate::routing::OfferedEndpoints;
 
 /// Most endpoints that a hint names.
-const HINTED_MAX: usize = 4096;
+pub(super) const HINTED_MAX: usize = 4096;
 
 /// The endpoints that a gateway offers for a request: all, unless it names some. What is no address
 /// with a port is no endpoint.

@@ -22,6 +22,8 @@
 
 mod answers;
 mod frames;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod heads;
 mod inbound;
 mod metadata;
