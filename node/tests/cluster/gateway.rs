@@ -103,7 +103,7 @@ async fn a_conversation_stays_with_its_engine_through_any_of_three_pickers() {
 }
 
 /// What the cluster knows of each user after the same conversations, every second turn through the
-/// picker where `is_mixed`; and how many blocks were found.
+/// picker where `is_mixed`; and how many blocks were found. Half of the answers stream.
 async fn counters(is_mixed: bool) -> (BTreeMap<String, u64>, u32) {
     let dir = TempDir::new().unwrap();
     let engines = engines(2).await;
@@ -114,7 +114,8 @@ async fn counters(is_mixed: bool) -> (BTreeMap<String, u64>, u32) {
     let mut found = 0;
     for nth in 0..3 {
         for chat in 0..6 {
-            let request = turn(&format!("user-{chat}"), nth, false);
+            let is_streamed = (chat + nth / 2) % 2 == 0;
+            let request = turn(&format!("user-{chat}"), nth, is_streamed);
             let replica = (chat + nth) % 3;
             let headers = if is_mixed && (chat + nth) % 2 == 0 {
                 let answer = gateway.send(&request.pinned(replica)).await.unwrap();
@@ -345,6 +346,9 @@ async fn a_gateway_goes_to_the_second_endpoint_when_the_first_is_gone() {
     let second = engine_of(&gateway.send(&turn("ada", 0, false)).await.unwrap());
     assert_ne!(first, second);
     http.quiet(&at).await;
+    let page = http.text(&format!("http://{}/metrics", at.admin)).await;
+    let line = "quorate_picker_served_total{by=\"further\"} 1\n";
+    assert!(page.contains(line), "{page}");
     replica.leave().await;
 }
 
