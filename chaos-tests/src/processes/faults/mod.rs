@@ -295,7 +295,7 @@ impl FaultContext {
                     Ok(true)
                 }
                 // It went into the log before a leader was lost, and the answer with it.
-                Err(error) if is_gone(&method, &error) => {
+                Err(error) if is_done(&method, &error) => {
                     answer.replace(Some(Value::Null));
                     Ok(true)
                 }
@@ -312,9 +312,10 @@ impl FaultContext {
     }
 }
 
-/// Whether what was to be removed is no member any more.
-fn is_gone(method: &Method, error: &anyhow::Error) -> bool {
-    method == Method::DELETE && says(error, "is no member")
+/// Whether what was to be removed is no member any more, or what was to be promoted votes already.
+fn is_done(method: &Method, error: &anyhow::Error) -> bool {
+    let is_gone = method == Method::DELETE && says(error, "is no member");
+    is_gone || says(error, "is a voter already")
 }
 
 /// Whether an answer has these words: they stand behind what was asked, among the causes.
