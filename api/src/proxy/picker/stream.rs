@@ -301,67 +301,36 @@ impl PickerStream {
         modes: BodyModes,
         books: &mut StreamBooks,
     ) -> Result<(ProxiedRequest, UploadShape), StreamHalt> {
-        let proxy = &self.picker.proxy;
-        let StreamOpening {
-            head,
-            is_bodiless,
-            endpoints,
-            trace,
-        } = opening;
-        let mode = match modes.requests {
-            BodyMode::Streamed => BodyMode::Buffered,
-            mode => mode,
-        };
-        if !is_bodiless {
-            match modes.requests {
-                BodyMode::Duplex | BodyMode::StreamedEarly => {}
-                BodyMode::Streamed => self.out.ask_for_whole(modes.answers).await?,
-                BodyMode::Buffered => {
-                    let passes = Said::RequestHeaders(HeadersResponse::default());
-                    self.out.send(passes).await?;
-                }
-            }
-        }
+        let picker = Arc::clone(&self.picker);
+        let proxy = &picker.proxy;
         let limits = **proxy.limits.load();
         let mut held = HeldBodyBytes::none(&proxy.held_bytes, limits.held_bytes_max);
-        let mut body = UploadedBody::new(&mut self.inbound, mode, is_bodiless);
-        let taken = proxy.take_in(&head, &self.peer, &mut body, &mut held).await;
-        if let Some(halt) = body.halt.take() {
-            let halt = halt.of_upload(limits.body_bytes_max);
-            if let StreamHalt::Refused(_) = halt {
-                books.ledger().is_refused();
-            }
-            return Err(halt);
-        }
-        let upload = UploadShape {
-            mode,
-            is_asked_whole: modes.requests == BodyMode::Streamed,
-            is_bodiless,
-            is_cut: body.is_cut,
-            pieces: body.pieces,
-            has_trailers: body.has_trailers,
-        };
+        let peer = self.peer.clone();
+        let read = self.read((&peer, &opening), modes, &mut held, books).await;
+        let (taken, upload) = read?;
         let (holder, bytes) = match taken {
-            Ok(TakenIn::Whole(holder, bytes)) => (holder, bytes),
-            Ok(TakenIn::Models(holder, id)) => {
+            TakenIn::Whole(holder, bytes) => (holder, bytes),
+            TakenIn::Models(holder, id) => {
                 let told = proxy.models(&holder, id.as_deref())?;
                 return Err(StreamHalt::Told(Box::new(told)));
             }
-            Ok(TakenIn::Stored(_)) => {
+            TakenIn::Stored(_) => {
                 return Err(ProxyError::KeepsNothing { kept: "responses" }.into());
-            }
-            Err(failure) => {
-                books.ledger().is_refused();
-                return Err(failure.into());
             }
         };
         books.ledger().is_read(limits.requests_max)?;
+        let StreamOpening {
+            head,
+            endpoints,
+            trace,
+            ..
+        } = opening;
         let arrived = ArrivedRequest {
             head,
             body: bytes,
             holder,
             request_id: books.id.clone(),
-            peer: self.peer.clone(),
+            peer,
             endpoints: Some(endpoints),
             trace,
         };
@@ -377,6 +346,57 @@ impl PickerStream {
             asked.read.stages = RequestStages::Whole;
         }
         Ok((asked, upload))
+    }
+
+    /// Reads the request's body, as the gateway sends it.
+    async fn read<'a>(
+        &mut self,
+        (peer, opening): (&'a HeaderValue, &'a StreamOpening),
+        modes: BodyModes,
+        held: &mut HeldBodyBytes,
+        books: &mut StreamBooks,
+    ) -> Result<(TakenIn<'a>, UploadShape), StreamHalt> {
+        let is_bodiless = opening.is_bodiless;
+        let mode = match modes.requests {
+            BodyMode::Streamed => BodyMode::Buffered,
+            mode => mode,
+        };
+        if !is_bodiless {
+            match modes.requests {
+                BodyMode::Duplex | BodyMode::StreamedEarly => {}
+                BodyMode::Streamed => self.out.ask_for_whole(modes.answers).await?,
+                BodyMode::Buffered => {
+                    let passes = Said::RequestHeaders(HeadersResponse::default());
+                    self.out.send(passes).await?;
+                }
+            }
+        }
+        let proxy = &self.picker.proxy;
+        let mut body = UploadedBody::new(&mut self.inbound, mode, is_bodiless);
+        let head = &opening.head;
+        let taken = proxy.take_in(head, peer, &mut body, held).await;
+        if let Some(halt) = body.halt.take() {
+            let halt = halt.of_upload(proxy.limits.load().body_bytes_max);
+            if let StreamHalt::Refused(_) = halt {
+                books.ledger().is_refused();
+            }
+            return Err(halt);
+        }
+        let upload = UploadShape {
+            mode,
+            is_asked_whole: modes.requests == BodyMode::Streamed,
+            is_bodiless,
+            is_cut: body.is_cut,
+            pieces: body.pieces,
+            has_trailers: body.has_trailers,
+        };
+        match taken {
+            Ok(taken) => Ok((taken, upload)),
+            Err(failure) => {
+                books.ledger().is_refused();
+                Err(failure.into())
+            }
+        }
     }
 
     /// Waits for a backend, as long as the gateway does.
