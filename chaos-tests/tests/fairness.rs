@@ -1,6 +1,7 @@
 //! Three replicas and four small engines as real processes: a greedy user at one replica against a
 //! modest one at another, by VTC and first come first served; the leader is killed in the middle;
-//! both are pinned to pickers by a gateway; and a limit of requests holds over all replicas together.
+//! both are pinned to pickers by a gateway; and a limit of requests holds over all replicas together,
+//! and over all pickers.
 //!
 //! Shares are asserted, times are printed.
 
@@ -10,10 +11,9 @@ use std::time::{Duration, Instant};
 
 use chaos_tests::processes::{ClusterOptions, ProcessCluster, until};
 use http::{HeaderValue, StatusCode};
-use lab::gateway::{GatewayOptions, GatewayRequest, StandInGateway};
-use lab::replay::client::{ReplayClient, ReplayError, ReplayRequest};
+use lab::gateway::{GatewayAnswer, GatewayOptions, GatewayRequest, StandInGateway};
+use lab::replay::client::{ReplayAnswer, ReplayClient, ReplayError, ReplayRequest};
 use lab::replay::targets::Targets;
-use serde_json::Value;
 
 /// Requests of the greedy user under way at a time: far more than the engines take.
 const GREEDY: usize = 64;
@@ -114,18 +114,20 @@ impl Load {
     async fn count_picked(&self, gateway: &StandInGateway, body: &str) {
         let body = serde_json::from_str(body).expect("a request is JSON");
         let request = GatewayRequest::post(PATH, self.user, &body);
+        let sent = Instant::now();
         let answer = gateway.send(&request.pinned(self.replica)).await;
-        let usage = answer.ok().and_then(|answer| usage(&answer.body));
-        let Some((prompt, output)) = usage else {
-            self.got.failed.fetch_add(1, Ordering::Relaxed);
-            return;
-        };
-        self.got.answered.fetch_add(1, Ordering::Relaxed);
-        let tokens = prompt + 2 * output;
-        self.got.tokens.fetch_add(tokens, Ordering::Relaxed);
+        self.count(match answer {
+            Ok(GatewayAnswer {
+                status,
+                headers,
+                body,
+                ..
+            }) => ReplayAnswer::of_whole(status, &headers, &body, sent.elapsed()),
+            Err(error) => Err(ReplayError::Broken(format!("{error:#}"))),
+        });
     }
 
-    fn count(&self, answer: Result<lab::replay::client::ReplayAnswer, ReplayError>) {
+    fn count(&self, answer: Result<ReplayAnswer, ReplayError>) {
         let got = &self.got;
         let add = |counter: &AtomicU64, more: u64| {
             counter.fetch_add(more, Ordering::Relaxed);
@@ -145,19 +147,6 @@ impl Load {
             Err(_) => add(&got.failed, 1),
         }
     }
-}
-
-/// Tokens of prompt and output, as the events of an answer tell them.
-fn usage(events: &[u8]) -> Option<(u64, u64)> {
-    let text = std::str::from_utf8(events).ok()?;
-    let events = text
-        .split("\n\n")
-        .filter_map(|it| it.strip_prefix("data: "));
-    // Only the last one has any.
-    let mut told = events.filter_map(|it| serde_json::from_str::<Value>(it).ok());
-    let usage = told.find(|event| event["usage"].is_object())?;
-    let count = |key: &str| usage["usage"][key].as_u64();
-    Some((count("prompt_tokens")?, count("completion_tokens")?))
 }
 
 /// Where requests are sent.
@@ -325,19 +314,43 @@ async fn first_come_first_served_gives_the_greedy_user_most() -> anyhow::Result<
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_limit_of_requests_holds_over_all_replicas_together() -> anyhow::Result<()> {
+    holds_a_rate(ClusterOptions::default(), |_| None).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_same_limit_holds_over_all_pickers_together() -> anyhow::Result<()> {
+    let options = ClusterOptions {
+        has_pickers: true,
+        is_secure: false,
+        ..ClusterOptions::default()
+    };
+    let gateway = |cluster: &ProcessCluster| {
+        let pickers = cluster.picker_addrs();
+        let gateway = StandInGateway::new(&pickers, GatewayOptions::default());
+        Some(Arc::new(gateway))
+    };
+    holds_a_rate(options, gateway).await
+}
+
+/// Has a user ask for more than it may through every replica, or by what their pickers say.
+async fn holds_a_rate(
+    options: ClusterOptions,
+    gateway: impl Fn(&ProcessCluster) -> Option<Arc<StandInGateway>>,
+) -> anyhow::Result<()> {
     const RATE: f64 = 20.0;
-    let cluster = ProcessCluster::start(ClusterOptions {
+    let options = ClusterOptions {
         engine_speed: 50.0,
         config: "[admission.user_limits]\nrequests = 20\nwindow = \"1s\"\n",
-        ..ClusterOptions::default()
-    })
-    .await?;
+        ..options
+    };
+    let cluster = ProcessCluster::start(options).await?;
+    let gateway = gateway(&cluster);
     let (got, is_over) = (Arc::new(Got::default()), Arc::new(AtomicBool::new(false)));
     let loads: Vec<_> = (0..3)
         .map(|replica| {
             let load = Load {
                 targets: cluster.targets(),
-                gateway: None,
+                gateway: gateway.clone(),
                 replica,
                 user: "eager",
                 under_way: 4,

@@ -1,5 +1,5 @@
-//! A few faults that need no root, one after the other on three replicas under load, each followed
-//! by every check. The others, and many of each, are done by the program `faults`.
+//! A few faults that need no root, one after the other on three replicas under load, half of which a
+//! gateway sends by what their pickers say, each followed by every check. The others, and many of each, are done by the program `faults`.
 
 use chaos_tests::processes::access::key;
 use chaos_tests::processes::faults::{FaultContext, FaultKind, cluster_options_for};
@@ -31,8 +31,16 @@ const WARM_UP: u64 = 100;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn faults_fail_nobody_else_and_leave_nothing_wrong() -> anyhow::Result<()> {
-    let cluster = ProcessCluster::start(cluster_options_for(Site::Loopback)).await?;
-    let load = RunningLoad::start(&cluster, LoadOptions::default());
+    let options = ClusterOptions {
+        has_pickers: true,
+        ..cluster_options_for(Site::Loopback)
+    };
+    let cluster = ProcessCluster::start(options).await?;
+    let options = LoadOptions {
+        asks_pickers: true,
+        ..LoadOptions::default()
+    };
+    let load = RunningLoad::start(&cluster, options);
     load.after(WARM_UP).await?;
     let mut stage = FaultContext {
         cluster,

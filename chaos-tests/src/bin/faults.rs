@@ -48,6 +48,9 @@ struct FaultsArgs {
     /// With TLS everywhere, a token and keys
     #[arg(long)]
     secure: bool,
+    /// Have a gateway send every second request, which asks the replicas' pickers where
+    #[arg(long)]
+    pickers: bool,
     /// List the kinds of faults and whether they can be had here
     #[arg(long)]
     list: bool,
@@ -87,12 +90,12 @@ async fn run(args: &FaultsArgs) -> anyhow::Result<ExitCode> {
         is_clean &= faults(args, seed).await?;
     }
     if args.failover > 0 {
-        let outcomes = failovers(args.failover, seed, args.secure).await?;
+        let outcomes = failovers(args, seed).await?;
         print_failovers(&outcomes)?;
     }
     if args.quorum_loss > 0 {
         let length = Duration::from_secs(u64::from(args.quorum_loss));
-        let mut stage = stage(seed, args.secure).await?;
+        let mut stage = stage(seed, args).await?;
         let outcome = failover::lose_quorum(&mut stage, length).await?;
         stage.cluster.stop();
         print_quorum_loss(length, &outcome)?;
@@ -101,13 +104,18 @@ async fn run(args: &FaultsArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// A cluster under load that knows something.
-async fn stage(seed: u64, is_secure: bool) -> anyhow::Result<FaultContext> {
+async fn stage(seed: u64, args: &FaultsArgs) -> anyhow::Result<FaultContext> {
     let options = ClusterOptions {
-        is_secure,
+        is_secure: args.secure,
+        has_pickers: args.pickers,
         ..cluster_options()
     };
     let cluster = ProcessCluster::start(options).await?;
-    let load = RunningLoad::start(&cluster, LoadOptions::default());
+    let options = LoadOptions {
+        asks_pickers: args.pickers,
+        ..LoadOptions::default()
+    };
+    let load = RunningLoad::start(&cluster, options);
     load.after(WARM_UP).await?;
     Ok(FaultContext {
         cluster,
@@ -133,7 +141,7 @@ async fn faults(args: &FaultsArgs, seed: u64) -> anyhow::Result<bool> {
         bar.set_message(kind.name());
         let mut on = match current.take() {
             Some(stage) => stage,
-            None => stage(seed, args.secure).await.context("start a cluster")?,
+            None => stage(seed, args).await.context("start a cluster")?,
         };
         on.random = SmallRng::seed_from_u64(seed ^ number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let row = rows.entry(kind).or_default();
@@ -147,7 +155,8 @@ async fn faults(args: &FaultsArgs, seed: u64) -> anyhow::Result<bool> {
                 format!(" --kinds {}", names.join(","))
             };
             let secure = if args.secure { " --secure" } else { "" };
-            let line = format!("--seed {seed} --from {number} --faults 1{chosen}{secure}");
+            let pickers = if args.pickers { " --pickers" } else { "" };
+            let line = format!("--seed {seed} --from {number} --faults 1{chosen}{secure}{pickers}");
             bar.suspend(|| {
                 eprintln!("reproduce: cargo run --release -p chaos-tests --bin faults -- {line}");
             });
@@ -222,8 +231,9 @@ fn kind_of(kinds: &[FaultKind], seed: u64, number: u64) -> FaultKind {
     order[usize::try_from(number % count).expect("a place in a short list")]
 }
 
-async fn failovers(count: u32, seed: u64, is_secure: bool) -> anyhow::Result<Vec<Failover>> {
-    let mut stage = stage(seed, is_secure).await?;
+async fn failovers(args: &FaultsArgs, seed: u64) -> anyhow::Result<Vec<Failover>> {
+    let count = args.failover;
+    let mut stage = stage(seed, args).await?;
     let bar = ProgressBar::new(u64::from(count));
     let mut outcomes = Vec::new();
     for _ in 0..count {

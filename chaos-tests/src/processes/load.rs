@@ -5,20 +5,22 @@
 //! and all other counters must be right to the token. No request is sent twice.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::Context as _;
 use http::HeaderValue;
+use http::header::AUTHORIZATION;
 use hyper::body::Bytes;
+use lab::gateway::{GatewayOptions, GatewayRequest, StandInGateway};
 use lab::replay::chats::{ChatTurn, Chats, ChatsOptions};
 use lab::replay::client::{ReplayAnswer, ReplayClient, ReplayError, ReplayRequest};
 use lab::replay::targets::{PickedTarget, Targets};
 use serde_json::Value;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use super::book::{AnsweredRequest, ClientLedger, LostRequest, UserTotals};
 use super::{ProcessCluster, until};
@@ -37,6 +39,9 @@ pub struct LoadOptions {
     pub pause: Duration,
     /// Longest a request may take.
     pub timeout: Duration,
+    /// Whether every second request goes to an engine by a gateway, which asks the replica where; the
+    /// cluster must have pickers.
+    pub asks_pickers: bool,
     /// What is said.
     pub chats: ChatsOptions,
 }
@@ -47,6 +52,7 @@ impl Default for LoadOptions {
             senders: 6,
             pause: Duration::from_millis(25),
             timeout: Duration::from_secs(60),
+            asks_pickers: false,
             chats: ChatsOptions {
                 users: 1,
                 chats: 60,
@@ -71,6 +77,10 @@ pub struct RunningLoad {
 #[derive(Debug)]
 struct LoadShared {
     targets: Arc<Targets>,
+    /// By replica, with [`LoadOptions::asks_pickers`]: one that asks no other.
+    gateways: Vec<StandInGateway>,
+    /// Requests so far.
+    number: AtomicUsize,
     /// By replica: takes no more requests, but owes answers to those it has.
     closing: Vec<AtomicBool>,
     options: LoadOptions,
@@ -90,6 +100,11 @@ impl RunningLoad {
         let shared = Arc::new(LoadShared {
             closing: (0..targets.len()).map(|_| AtomicBool::new(false)).collect(),
             client: ReplayClient::of(&targets, options.timeout),
+            gateways: match options.asks_pickers {
+                true => gateways(cluster),
+                false => Vec::new(),
+            },
+            number: AtomicUsize::new(0),
             targets,
             options,
             chats: Mutex::new(Chats::new(options.chats)),
@@ -214,19 +229,52 @@ impl LoadShared {
 
     async fn ask(&self, pick: PickedTarget, turn: ChatTurn) {
         let user = format!("user-{}-{}", pick.index + 1, turn.chat % USERS);
-        let uri = format!("{}{PATH}", self.targets.name(pick.index));
-        let ask = ReplayRequest {
-            uri: uri.parse().expect("a replica's url"),
-            user: HeaderValue::from_str(&user).expect("visible ascii"),
-            body: turn.body.clone(),
-        };
         let sent = Instant::now();
-        let result = self.client.stream(ask).await;
+        let is_picked = self.number.fetch_add(1, Ordering::Relaxed) % 2 == 1;
+        let gateway = self.gateways.get(pick.index).filter(|_| is_picked);
+        let result = match gateway {
+            Some(gateway) => self.ask_gateway(gateway, &user, turn.body.clone()).await,
+            None => {
+                let uri = format!("{}{PATH}", self.targets.name(pick.index));
+                let ask = ReplayRequest {
+                    uri: uri.parse().expect("a replica's url"),
+                    user: HeaderValue::from_str(&user).expect("visible ascii"),
+                    body: turn.body.clone(),
+                };
+                self.client.stream(ask).await
+            }
+        };
         match &result {
             Ok(answer) => self.chats().answered(turn.chat, &answer.text),
             Err(_) => self.chats().failed(turn.chat),
         }
         self.note(pick, user, turn.body, sent, result);
+    }
+
+    /// Has a gateway send a request, in the time that it may take.
+    async fn ask_gateway(
+        &self,
+        gateway: &StandInGateway,
+        user: &str,
+        body: Bytes,
+    ) -> Result<ReplayAnswer, ReplayError> {
+        let mut request = GatewayRequest {
+            body,
+            ..GatewayRequest::post(PATH, user, &Value::Null)
+        };
+        if let Some(access) = self.targets.access() {
+            let key = format!("Bearer {}{user}", access.key_prefix);
+            let key = HeaderValue::from_str(&key).expect("visible ascii");
+            request.headers.insert(AUTHORIZATION, key);
+        }
+        let sent = Instant::now();
+        let answer = match timeout(self.options.timeout, gateway.send(&request)).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(error)) => return Err(ReplayError::Broken(format!("{error:#}"))),
+            Err(_) => return Err(ReplayError::TimedOut),
+        };
+        let took = sent.elapsed();
+        ReplayAnswer::of_whole(answer.status, &answer.headers, &answer.body, took)
     }
 
     fn note(
@@ -271,6 +319,12 @@ impl LoadShared {
     fn book(&self) -> MutexGuard<'_, ClientLedger> {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// A gateway for each replica.
+fn gateways(cluster: &ProcessCluster) -> Vec<StandInGateway> {
+    let of_one = |at| StandInGateway::new(&[at], GatewayOptions::default());
+    cluster.picker_addrs().into_iter().map(of_one).collect()
 }
 
 /// All users' usage, as one replica's admin API shows it.

@@ -78,6 +78,7 @@ impl Default for GatewayOptions {
 }
 
 /// A gateway in front of engines.
+#[derive(Debug)]
 pub struct StandInGateway {
     pickers: Vec<ExternalProcessorClient<Channel>>,
     options: GatewayOptions,

@@ -281,6 +281,30 @@ impl ReplayClient {
 }
 
 impl ReplayAnswer {
+    /// An answer that came whole, by another way; its text counts as begun at its end.
+    ///
+    /// # Errors
+    /// As [`ReplayClient::stream`].
+    pub fn of_whole(
+        status: StatusCode,
+        headers: &HeaderMap,
+        body: &[u8],
+        latency: Duration,
+    ) -> Result<Self, ReplayError> {
+        if status != StatusCode::OK {
+            return Err(refused(status, body));
+        }
+        let mut answer = Self::from_headers(headers);
+        let mut reader = EventReader::default();
+        reader.read(body, &mut answer)?;
+        if !reader.is_done {
+            return Err(ReplayError::CutOff("ended without [DONE]".to_owned()));
+        }
+        answer.latency = latency;
+        answer.ttft = latency;
+        Ok(answer)
+    }
+
     fn from_headers(headers: &HeaderMap) -> Self {
         let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
         let prefix = text(X_QUORATE_PREFIX)
