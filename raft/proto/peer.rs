@@ -472,6 +472,10 @@ pub struct InfoResponse {
     /// Empty in answers of earlier builds.
     #[prost(string, tag = "10")]
     pub cluster_name: ::prost::alloc::string::String,
+    /// First half of the id of its cluster, for people who compare ids. Also told to those who are told
+    /// no more of it. 0 in no cluster, and in answers of earlier builds.
+    #[prost(uint64, tag = "11")]
+    pub cluster_first: u64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ClaimRequest {
@@ -510,7 +514,7 @@ pub struct PeerMessage {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PeerMessageAck {}
 /// Who a replica is; kept in its `identity` file.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Identity {
     #[prost(uint64, tag = "1")]
     pub id: u64,
@@ -523,6 +527,9 @@ pub struct Identity {
     /// Who claimed it for that cluster, until it is a member.
     #[prost(uint64, tag = "5")]
     pub claimant: u64,
+    /// Name of the cluster that it is configured for; empty in files of earlier builds.
+    #[prost(string, tag = "6")]
+    pub cluster_name: ::prost::alloc::string::String,
 }
 /// What the log has promised at least; kept in its `log.mark` file.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

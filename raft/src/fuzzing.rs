@@ -265,6 +265,7 @@ pub fn small_file_seeds() -> Vec<Vec<u8>> {
         cluster_high: 1,
         cluster_low: 2,
         claimant: 3,
+        cluster_name: "quorate".to_owned(),
     };
     let mark = proto::LogMark {
         vote: None,

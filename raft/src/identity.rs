@@ -7,9 +7,12 @@
 //! A replica is bound to the first cluster that claims it as a founder, adds it on request, or
 //! sends it log entries. From then on it refuses everything from other clusters. A mere claim is
 //! given up again when it can no longer lead to a cluster.
+//!
+//! With the cluster's id goes its name: a config with another name does not start on this store,
+//! as it is more likely another cluster's than a new name of this one (docs/adr/0111).
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use crate::determinism::random;
@@ -23,6 +26,8 @@ use crate::wire::{self, proto};
 pub(crate) struct ReplicaIdentity {
     pub(crate) id: u64,
     pub(crate) store: u64,
+    /// What its cluster is called.
+    name: String,
     files: Arc<dyn Files>,
     path: PathBuf,
     binding: Mutex<ClusterBinding>,
@@ -67,8 +72,8 @@ impl ClusterBinding {
 }
 
 impl ReplicaIdentity {
-    /// Reads the identity below a data directory, or makes one.
-    pub(crate) fn open(layout: &Layout, id: u64) -> Result<Self, StartError> {
+    /// Reads the identity below a data directory, or makes one for a cluster of this name.
+    pub(crate) fn open(layout: &Layout, id: u64, name: &str) -> Result<Self, StartError> {
         let (files, path) = (layout.files.clone(), layout.identity());
         let kept = files::load_message::<proto::Identity>(&*files, &path)?;
         let (store, binding) = match &kept {
@@ -79,7 +84,11 @@ impl ReplicaIdentity {
                     kept.id
                 )));
             }
-            Some(kept) => (kept.store, ClusterBinding::of(kept)),
+            Some(kept) => {
+                let binding = ClusterBinding::of(kept);
+                check_name(&path, (&kept.cluster_name, binding), name)?;
+                (kept.store, binding)
+            }
             None if files.exists(&layout.mark()) || files.exists(&layout.log()) => {
                 return Err(damaged(&path, 0, "missing beside a log"));
             }
@@ -88,11 +97,12 @@ impl ReplicaIdentity {
         let identity = Self {
             id,
             store,
+            name: name.to_owned(),
             files,
             path,
             binding: Mutex::new(binding),
         };
-        if kept.is_none() {
+        if kept.is_none_or(|kept| kept.cluster_name != name) {
             let stored = identity.keep(binding);
             stored.map_err(|error| io_error(&identity.path, error))?;
         }
@@ -192,19 +202,84 @@ impl ReplicaIdentity {
             cluster_high,
             cluster_low,
             claimant,
+            cluster_name: self.name.clone(),
         };
         files::store_message(&*self.files, &self.path, &identity)
     }
+}
+
+/// Refuses a config that names another cluster than the one the store belongs to. A store that is
+/// in no cluster takes the new name, and so does one of an earlier build, which has kept none.
+fn check_name(
+    path: &Path,
+    (kept, binding): (&str, ClusterBinding),
+    name: &str,
+) -> Result<(), StartError> {
+    let ClusterBinding::Member(cluster) = binding else {
+        return Ok(());
+    };
+    if kept.is_empty() || kept == name {
+        return Ok(());
+    }
+    Err(StartError::WrongStore(format!(
+        "{} belongs to cluster {kept:?} with the id {}, this config has cluster.name {name:?}: give \
+         this replica a data_dir of its own, or set cluster.name to {kept:?}",
+        path.display(),
+        wire::shown_id(cluster)
+    )))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn open(folder: &std::path::Path, id: u64) -> Result<ReplicaIdentity, StartError> {
+    fn open(folder: &Path, id: u64) -> Result<ReplicaIdentity, StartError> {
+        open_as(folder, id, "quorate")
+    }
+
+    fn open_as(folder: &Path, id: u64, name: &str) -> Result<ReplicaIdentity, StartError> {
         let layout = Layout::new(folder);
         layout.create().unwrap();
-        ReplicaIdentity::open(&layout, id)
+        ReplicaIdentity::open(&layout, id, name)
+    }
+
+    #[test]
+    fn a_store_serves_only_the_cluster_of_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let identity = open(folder.path(), 1).unwrap();
+        assert!(identity.claim(7, 2).unwrap());
+        // Nothing came of it yet.
+        let identity = open_as(folder.path(), 1, "staging").unwrap();
+        assert!(identity.enter(7).unwrap());
+        let Err(StartError::WrongStore(why)) = open(folder.path(), 1) else {
+            panic!("another name starts");
+        };
+        for told in [
+            "\"quorate\"",
+            "\"staging\"",
+            "00000000000000000000000000000007",
+        ] {
+            assert!(why.contains(told), "{why}");
+        }
+        open_as(folder.path(), 1, "staging").unwrap();
+    }
+
+    #[test]
+    fn a_store_of_an_earlier_build_takes_the_name_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let layout = Layout::new(folder.path());
+        layout.create().unwrap();
+        let earlier = proto::Identity {
+            id: 1,
+            store: 4,
+            cluster_low: 7,
+            ..proto::Identity::default()
+        };
+        files::store_message(&*layout.files, &layout.identity(), &earlier).unwrap();
+        let identity = open(folder.path(), 1).unwrap();
+        assert_eq!(identity.store, 4);
+        assert_eq!(identity.binding(), ClusterBinding::Member(7));
+        assert!(open_as(folder.path(), 1, "staging").is_err());
     }
 
     #[test]

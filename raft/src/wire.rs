@@ -30,6 +30,27 @@ pub(crate) fn join_optional(high: u64, low: u64) -> Option<u128> {
     Some(join(high, low)).filter(|id| *id != 0)
 }
 
+/// A cluster's id as people see it.
+pub(crate) fn shown_id(id: u128) -> String {
+    format!("{id:032x}")
+}
+
+/// A cluster's id of which the first half is known, as people see it.
+pub(crate) fn shown_first(first: u64) -> String {
+    match first {
+        0 => "not told".to_owned(),
+        first => format!("{first:016x}..."),
+    }
+}
+
+/// The first half of a cluster's id that an introduction tells; 0 for none.
+pub(crate) fn told_first(info: &proto::InfoResponse) -> u64 {
+    match info.cluster_first {
+        0 => info.cluster_high,
+        first => first,
+    }
+}
+
 impl From<types::Vote> for proto::Vote {
     fn from(vote: types::Vote) -> Self {
         Self {

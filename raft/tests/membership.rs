@@ -4,8 +4,8 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use common::{Cluster, Seat, refused};
-use raft::{Formation, Peers, Role, StartError};
+use common::{Cluster, Seat, bootstrap, refused};
+use raft::{Formation, PeerState, Peers, Role, StartError};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_joiner_learns_is_promoted_and_removed() {
@@ -201,6 +201,77 @@ async fn another_cluster_and_a_taken_id_are_refused() {
     refused(replica.remove(1).await);
     ours.shutdown().await;
     theirs.shutdown().await;
+}
+
+/// The id of a replica's cluster, as people see it.
+fn cluster_id(seat: &Seat) -> String {
+    let id = seat.replica().status().cluster_id;
+    format!("{:032x}", id.expect("it is in a cluster"))
+}
+
+/// A cluster of its own, of replica `id` alone, at `address` if it is not empty.
+async fn cluster_of_one(id: u8, address: &str) -> Seat {
+    let mut seat = Seat::new(id, bootstrap(&[], 1));
+    seat.options.advertise = address.to_owned();
+    seat.start().await;
+    seat.wait("a cluster", |status| status.caught_up).await;
+    seat
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_of_another_cluster_is_refused_with_both_ids() {
+    let mut ours = Cluster::found(1).await;
+    let mut theirs = cluster_of_one(2, "").await;
+    let address = theirs.options.advertise.clone();
+    let why = refused(ours.seats[0].replica().add_learner(2, address).await);
+    // A stranger is told half of an id.
+    assert!(why.contains(&cluster_id(&theirs)[..16]), "{why}");
+    assert!(!why.contains(&cluster_id(&theirs)), "{why}");
+    assert!(why.contains(&cluster_id(&ours.seats[0])), "{why}");
+    theirs.shutdown().await;
+    ours.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_that_meets_another_cluster_says_so_with_both_ids() {
+    let mut cluster = Cluster::found(2).await;
+    cluster.seats[0].propose("agreed").await;
+    let address = cluster.seats[1].options.advertise.clone();
+    cluster.seats[1].crash().await;
+    let mut stranger = cluster_of_one(2, &address).await;
+    let ids = [
+        cluster_id(&cluster.seats[0]),
+        cluster_id(&stranger)[..16].to_owned(),
+    ];
+    cluster.seats[0]
+        .wait("both ids", |status| {
+            status.peers.iter().any(|peer| {
+                peer.state == PeerState::OtherCluster
+                    && ids.iter().all(|id| peer.detail.contains(id))
+            })
+        })
+        .await;
+    stranger.shutdown().await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_member_does_not_start_under_the_name_of_another_cluster() {
+    let mut cluster = Cluster::found(1).await;
+    let id = cluster_id(&cluster.seats[0]);
+    cluster.shutdown().await;
+    let seat = &mut cluster.seats[0];
+    let name = std::mem::replace(&mut seat.options.cluster_name, "staging".to_owned());
+    let Err(StartError::WrongStore(why)) = seat.try_start().await else {
+        panic!("it starts under another name");
+    };
+    for told in [&name, "\"staging\"", &id] {
+        assert!(why.contains(told), "{why}");
+    }
+    seat.options.cluster_name = name;
+    seat.start().await;
+    cluster.seats[0].wait("as before", |it| it.caught_up).await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -164,7 +164,7 @@ pub fn main() -> ExitCode {
         Err(error) if is_reader_gone(&error) => ExitCode::SUCCESS,
         Err(error) => {
             report(&error, is_json(&matches));
-            if error.is::<ConfigErrors>() || error.is::<lab::simulate::SimulateArgsError>() {
+            if is_refused_config(&error) || error.is::<lab::simulate::SimulateArgsError>() {
                 ExitCode::from(2)
             } else {
                 ExitCode::FAILURE
@@ -242,6 +242,13 @@ fn block_on(command: impl Future<Output = anyhow::Result<ExitCode>>) -> anyhow::
 fn is_reader_gone(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
+}
+
+/// Whether a config has faults, or does not belong to the store that it names: starting again
+/// changes neither.
+fn is_refused_config(error: &anyhow::Error) -> bool {
+    let start = error.downcast_ref::<raft::StartError>();
+    error.is::<ConfigErrors>() || matches!(start, Some(raft::StartError::WrongStore(_)))
 }
 
 /// Whether the command that was given prints JSON.

@@ -2,7 +2,41 @@
 
 use std::os::unix::fs::PermissionsExt;
 
-use super::process::{Engine, Replica, free, get, until};
+use super::process::{Engine, Replica, free, get, program, until};
+use super::text as text_of;
+
+#[test]
+fn a_config_of_another_cluster_does_not_start_on_a_members_store() {
+    let [peer] = free();
+    let ours = "[cluster]\nname = \"production\"\nbootstrap_expect = 1\n";
+    let replica = Replica::start(1, peer, ours);
+    let cluster = || get(replica.admin, "/admin/v1/cluster").map(|it| it.json());
+    until("it founds a cluster", || {
+        cluster().is_some_and(|cluster| cluster["cluster_id"].is_string())
+    });
+    let cluster = cluster().unwrap();
+    let id = cluster["cluster_id"].as_str().unwrap();
+    let Replica { process, dir, .. } = replica;
+    drop(process);
+
+    let file = dir.path().join("config.toml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replace("\"production\"", "\"staging\"")).unwrap();
+    let args = ["serve", "--config", file.to_str().unwrap()];
+    let mut started = program(env!("CARGO_BIN_EXE_quorate"), &args);
+    let ended = started.output().unwrap();
+    let why = text_of(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(2), "{why}");
+    for told in [
+        "\"production\"",
+        "\"staging\"",
+        id,
+        "data_dir",
+        "cluster.name",
+    ] {
+        assert!(why.contains(told), "{told}: {why}");
+    }
+}
 
 #[test]
 fn a_replica_in_no_cluster_asks_clients_to_come_back() {

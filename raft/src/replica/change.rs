@@ -21,6 +21,7 @@ use openraft::{ChangeMembers, ServerState};
 use tokio::time::{Instant, timeout_at};
 
 use super::introduction::check_told;
+use super::search::two_clusters;
 use super::{Replica, ReplicaInner};
 use crate::error::ChangeError;
 use crate::net::{CallError, LinkLane};
@@ -295,7 +296,7 @@ impl ReplicaInner {
             return Outcome::Refused(format!("{address} is replica {}, another store", info.id));
         }
         if info.is_member && theirs != Some(cluster) {
-            return Outcome::Refused(format!("replica {id} is in another cluster"));
+            return Outcome::Refused(two_clusters(&info, Some(cluster)));
         }
         let node = Node {
             address: address.to_owned(),

@@ -27,7 +27,9 @@ use tokio::time::Instant;
 use super::ReplicaInner;
 use super::introduction::INFO_TIMEOUT;
 use super::introduction::check_told;
-use super::search::{AskError, LastSeen, Search, SearchLog, mark_doubles, report};
+use super::search::{
+    AskError, LastSeen, Search, SearchLog, is_other_cluster, mark_doubles, report, two_clusters,
+};
 use crate::determinism::random;
 use crate::error::ChangeError;
 use crate::identity::ClusterBinding;
@@ -353,7 +355,12 @@ impl ReplicaInner {
     pub(super) async fn ask_in(&self, found: &Discovery) -> Result<(), String> {
         let member = wire::member(self.links.identity.id, &self.described(0));
         let mut problem = "no peer is in a cluster".to_owned();
+        let binding = self.links.identity.binding();
         for info in found.peers.values().filter(|info| info.is_member) {
+            if is_other_cluster(info, binding) {
+                problem = two_clusters(info, binding.cluster());
+                continue;
+            }
             let join = proto::Join {
                 member: Some(member.clone()),
                 added_by: None,
@@ -387,7 +394,14 @@ impl ReplicaInner {
     fn let_in(&self, cluster: u128) -> Result<(), String> {
         match self.links.identity.join(cluster) {
             Ok(true) => Ok(()),
-            Ok(false) => Err("this store belongs to another cluster".to_owned()),
+            Ok(false) => Err(format!(
+                "let into cluster {}, this store belongs to cluster {}",
+                wire::shown_id(cluster),
+                self.links
+                    .identity
+                    .cluster()
+                    .map_or("none".to_owned(), wire::shown_id)
+            )),
             Err(error) => Err(error.to_string()),
         }
     }

@@ -89,22 +89,24 @@ impl ReplicaInner {
     }
 
     /// Introduces this replica to the one that asks. A member tells those of other clusters no more
-    /// than that it is one: calls between members are recognised by its store and its cluster's id.
+    /// than that it is one and how its cluster's id begins: calls between members are recognised by
+    /// its store and its cluster's whole id.
     pub(crate) fn introduce(&self, asker: &proto::InfoRequest) -> proto::InfoResponse {
         let theirs = wire::join_optional(asker.cluster_high, asker.cluster_low);
         let identity = &self.links.identity;
         let cluster = identity.cluster();
         let is_member = self.is_member();
+        let (cluster_high, cluster_low) = identity.cluster_halves();
         let introduced = proto::InfoResponse {
             id: identity.id,
             is_member,
             cluster_name: self.options.cluster_name.clone(),
+            cluster_first: cluster_high,
             ..proto::InfoResponse::default()
         };
         if is_member && theirs != cluster {
             return introduced;
         }
-        let (cluster_high, cluster_low) = identity.cluster_halves();
         let (membership_index, members) = self.membership((asker.from, asker.from_store));
         proto::InfoResponse {
             store: identity.store,

@@ -355,7 +355,7 @@ fn open(
     layout.create()?;
     // Before anything is read or removed: another process may be using it.
     let lock = layout.lock()?;
-    let identity = ReplicaIdentity::open(&layout, u64::from(options.id))?;
+    let identity = ReplicaIdentity::open(&layout, u64::from(options.id), &options.cluster_name)?;
     let folder = layout.snapshots();
     let snapshots = SnapshotFolder::open(layout.files.clone(), folder.clone())
         .map_err(|error| io_error(&folder, error))?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tonic::Code;
 
-use crate::identity::ReplicaIdentity;
+use crate::identity::{ClusterBinding, ReplicaIdentity};
 use crate::net::{CallOnceError, ConnectFailure};
 use crate::status::{PeerFinding, PeerState};
 use crate::wire::{self, proto};
@@ -85,6 +85,9 @@ pub(super) fn report(
             PeerState::SameId,
             format!("another replica with node.id {}, as this one", info.id),
         ),
+        Ok(info) if info.is_member && is_other_cluster(info, own.binding()) => {
+            (PeerState::OtherCluster, two_clusters(info, own.cluster()))
+        }
         Ok(info) if info.is_member => (
             PeerState::Member,
             format!("replica {}, in a cluster", info.id),
@@ -99,6 +102,25 @@ pub(super) fn report(
         state,
         detail,
     }
+}
+
+/// Whether a member that introduced itself is in another cluster than the one `binding` ties this
+/// replica to. One that was only claimed may still join any.
+pub(super) fn is_other_cluster(info: &proto::InfoResponse, binding: ClusterBinding) -> bool {
+    let ClusterBinding::Member(ours) = binding else {
+        return false;
+    };
+    wire::join_optional(info.cluster_high, info.cluster_low) != Some(ours)
+}
+
+/// Says that a member is in another cluster, with both ids: the names are the same.
+pub(super) fn two_clusters(info: &proto::InfoResponse, ours: Option<u128>) -> String {
+    format!(
+        "replica {} is in another cluster of the same name: its id is {}, this replica's {}",
+        info.id,
+        wire::shown_first(wire::told_first(info)),
+        ours.map_or("none".to_owned(), wire::shown_id)
+    )
 }
 
 /// Says what was found at the address of member `id` of this replica's cluster.
@@ -117,10 +139,9 @@ pub(super) fn report_member(
             PeerState::OtherReplica,
             format!("replica {id} is in no cluster: it lost its store"),
         ),
-        Ok(info) if wire::join_optional(info.cluster_high, info.cluster_low) != cluster => (
-            PeerState::OtherCluster,
-            format!("replica {id} is in another cluster of the same name"),
-        ),
+        Ok(info) if wire::join_optional(info.cluster_high, info.cluster_low) != cluster => {
+            (PeerState::OtherCluster, two_clusters(info, cluster))
+        }
         Ok(_) => (PeerState::Member, format!("replica {id} answers")),
     };
     PeerFinding {

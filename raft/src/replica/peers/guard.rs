@@ -88,17 +88,30 @@ impl ReplicaInner {
         let cluster = cluster.ok_or(MalformedMessageError("no cluster"))?;
         let enters = matches!(purpose, CallPurpose::Lead(_));
         if !identity.cluster().map_or(enters, |ours| ours == cluster) {
-            return Err(refused("meant for another cluster"));
+            return Err(self.other_cluster(cluster));
         }
         if let Some(sender) = sender {
             sender.bind(from)?;
         }
         self.check_sender(header, purpose)?;
         if enters && !identity.enter(cluster).map_err(|error| self.lost(&error))? {
-            return Err(refused("meant for another cluster"));
+            return Err(self.other_cluster(cluster));
         }
         self.links.heard_from(from);
         Ok(from)
+    }
+
+    /// Refuses what is meant for cluster `theirs`. The caller learns how the id here begins, as any
+    /// that asks.
+    pub(super) fn other_cluster(&self, theirs: u128) -> Status {
+        let ours = match self.links.identity.cluster_halves() {
+            (0, 0) => "in none".to_owned(),
+            (first, _) => format!("in cluster {}", wire::shown_first(first)),
+        };
+        refused(format!(
+            "meant for cluster {}, this replica is {ours}",
+            wire::shown_id(theirs)
+        ))
     }
 
     fn lost(&self, error: &std::io::Error) -> Status {

@@ -307,13 +307,13 @@ impl Peer for PeerRpc {
         request: Request<proto::ChangeRequest>,
     ) -> Result<Response<proto::ChangeResponse>, Status> {
         let (sender, request) = split(request);
+        self.0.check_name(&request.cluster_name)?;
         let theirs = wire::join_optional(request.cluster_high, request.cluster_low);
         let ours = self.0.links.identity.cluster();
         let is_join = matches!(request.change, Some(proto::change_request::Change::Join(_)));
         if ours.is_none() || (!is_join && theirs != ours) {
-            return Err(Status::failed_precondition("meant for another cluster"));
+            return Err(self.0.other_cluster(theirs.unwrap_or(0)));
         }
-        self.0.check_name(&request.cluster_name)?;
         if let Some(sender) = sender.filter(|_| request.hops == 0) {
             sender.bind(request.from)?;
         }

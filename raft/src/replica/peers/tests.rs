@@ -257,6 +257,7 @@ async fn a_stranger_is_told_no_more_than_that_a_member_is_here() {
         id: 1,
         is_member: true,
         cluster_name: "quorate".to_owned(),
+        cluster_first: header.cluster_high,
         ..proto::InfoResponse::default()
     };
     assert_eq!(told, all);
