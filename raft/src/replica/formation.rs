@@ -61,6 +61,26 @@ pub(super) struct Discovery {
     reports: Vec<PeerFinding>,
 }
 
+/// How many replicas there may be, this one included, where each answered with its store or not at
+/// all.
+fn count_replicas(own: u64, answers: &[Option<u64>]) -> usize {
+    let stores: BTreeSet<u64> = answers.iter().flatten().copied().chain([own]).collect();
+    stores.len() + answers.iter().filter(|store| store.is_none()).count()
+}
+
+/// The same at the addresses that a name resolves to. A replica may have one of each family and
+/// listen on one only, so what does not answer is counted per family.
+fn count_resolved(own: u64, answers: &[(bool, Option<u64>)]) -> usize {
+    let of_family = |is_v6: bool| {
+        let family = answers.iter().filter(|(v6, _)| *v6 == is_v6);
+        let family: Vec<Option<u64>> = family.map(|(_, store)| *store).collect();
+        let stores: BTreeSet<u64> = family.iter().flatten().copied().collect();
+        stores.len() + family.iter().filter(|store| store.is_none()).count()
+    };
+    let is_listed = answers.iter().any(|(_, store)| *store == Some(own));
+    of_family(false).max(of_family(true)) + usize::from(!is_listed)
+}
+
 /// Refuses so few founders that the other peers could found a cluster too.
 pub(super) fn check_majority(expect: usize, replicas: usize) -> Result<(), String> {
     if expect * 2 > replicas {
@@ -227,12 +247,15 @@ impl ReplicaInner {
             });
         }
         reports.extend(self.own_address_missing(peers, &reports));
-        let answered = answers.iter().flatten().map(|info| info.store);
-        let stores: BTreeSet<u64> = answered.chain([identity.store]).collect();
-        let silent = match peers {
-            Peers::List(_) => answers.iter().filter(|info| info.is_err()).count(),
-            // A name can resolve to several addresses of one replica, and it may not listen on all.
-            Peers::Dns(_) => 0,
+        let stores: Vec<Option<u64>> = (answers.iter())
+            .map(|answer| answer.as_ref().ok().map(|info| info.store))
+            .collect();
+        let replicas = match peers {
+            Peers::List(_) => count_replicas(identity.store, &stores),
+            Peers::Dns(_) => {
+                let is_v6 = addresses.iter().map(|address| address.starts_with('['));
+                count_resolved(identity.store, &is_v6.zip(stores).collect::<Vec<_>>())
+            }
         };
         let peers = answers.into_iter().flatten();
         Discovery {
@@ -240,7 +263,7 @@ impl ReplicaInner {
                 .filter(|info| info.id != identity.id)
                 .map(|info| (info.id, info))
                 .collect(),
-            replicas: stores.len() + silent,
+            replicas,
             reports,
         }
     }
@@ -492,5 +515,30 @@ impl ReplicaInner {
             !voters.contains(&id) && voters.len() < *expect && self.status.borrow().caught_up;
         let voters_below = *expect as u64;
         is_wanted.then_some(Change::Promote(proto::Promote { id, voters_below }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_that_does_not_answer_may_be_a_replica() {
+        let half = [Some(1), Some(2), Some(3), None, None, None];
+        let v4 = half.map(|store| (false, store));
+        assert_eq!(count_resolved(1, &v4), 6);
+        assert_eq!(count_replicas(1, &half), 6);
+        assert!(check_majority(3, count_resolved(1, &v4)).is_err());
+        assert_eq!(count_resolved(9, &v4), 7, "this replica is not among them");
+        assert_eq!(count_replicas(9, &half), 7);
+    }
+
+    #[test]
+    fn a_replica_that_listens_on_one_of_two_families_is_one() {
+        let v4 = [1, 2, 3].map(|store| (false, Some(store)));
+        let v6 = [(true, None); 3];
+        assert_eq!(count_resolved(1, &[v4, v6].concat()), 3);
+        let both = [1, 2, 3].map(|store| (true, Some(store)));
+        assert_eq!(count_resolved(1, &[v4, both].concat()), 3);
     }
 }
