@@ -218,6 +218,20 @@ pub struct SnapshotMeta {
     /// Whether a command has been applied up to here.
     #[prost(bool, tag = "3")]
     pub has_commands: bool,
+    /// The last removal under each id. Missing in snapshots of earlier builds.
+    #[prost(message, repeated, tag = "4")]
+    pub removals: ::prost::alloc::vec::Vec<Removal>,
+}
+/// A member that was removed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Removal {
+    #[prost(uint64, tag = "1")]
+    pub id: u64,
+    #[prost(uint64, tag = "2")]
+    pub store: u64,
+    /// The entry without it.
+    #[prost(message, optional, tag = "3")]
+    pub by: ::core::option::Option<LogId>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FetchStateRequest {

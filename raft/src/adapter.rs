@@ -31,6 +31,7 @@ use crate::files::{damaged, io_error, is_shortage};
 use crate::locks::lock;
 use crate::machine::{FrozenMachine, StateMachine};
 use crate::planted::{self, Bug};
+use crate::removed::RemovedMembers;
 use crate::snapshot::{SnapshotFile, SnapshotFolder, SnapshotReader, SnapshotWriter};
 use crate::types::{Config, Entry, LogId, Payload, Reply, SnapshotMeta, StoredMembership, shown};
 use crate::wire::{self, proto};
@@ -82,6 +83,7 @@ impl Drop for PausedApply {
 struct AppliedPosition {
     applied: Option<LogId>,
     membership: StoredMembership,
+    removed: RemovedMembers,
     has_commands: bool,
     /// The last entry that Raft has handed over or knows from a snapshot. Behind `applied` only
     /// after another replica's state was taken over.
@@ -134,6 +136,11 @@ impl StateMachineAdapter {
     /// Whether a command was ever applied, before or after the last snapshot.
     pub(crate) fn has_commands(&self) -> bool {
         self.position().has_commands
+    }
+
+    /// Whether `store` of replica `id` was a member, and was removed after the entry `asked`.
+    pub(crate) fn is_removed_since(&self, id: u64, store: u64, asked: LogId) -> bool {
+        self.position().removed.is_removed_since(id, store, asked)
     }
 
     /// The last entry applied.
@@ -227,8 +234,9 @@ impl StateMachineAdapter {
         file: &SnapshotFile,
         accept: impl FnOnce(&AppliedPosition, Option<LogId>) -> Result<(), E>,
     ) -> Result<Option<LogId>, E> {
-        let (mut reader, head) = SnapshotReader::open(file)?;
+        let (mut reader, mut head) = SnapshotReader::open(file)?;
         let has_commands = head.has_commands;
+        let removed = RemovedMembers::from_wire(std::mem::take(&mut head.removals));
         let meta = SnapshotMeta::try_from(head)
             .map_err(|error| damaged(&file.path, 0, error.to_string()))?;
         // Held until the position is updated: a snapshot may be frozen at any time.
@@ -247,6 +255,7 @@ impl StateMachineAdapter {
         let mut position = self.position();
         position.applied = meta.last_log_id;
         position.membership = meta.last_membership;
+        position.removed = removed;
         position.has_commands = has_commands;
         self.0.bytes_since_snapshot.store(0, Ordering::Relaxed);
         Ok(meta.last_log_id)
@@ -283,6 +292,8 @@ impl StateMachineAdapter {
                 Reply(reply)
             }
             Payload::Membership(membership) => {
+                let before = position.membership.membership().clone();
+                position.removed.note(&before, membership, entry.log_id);
                 position.membership = StoredMembership::new(Some(entry.log_id), membership.clone());
                 machine.skip(index);
                 Reply::default()
@@ -439,7 +450,8 @@ fn write_file(
         last_log_id: position.applied,
         last_membership: position.membership.clone(),
     };
-    let head: proto::SnapshotMeta = wire::snapshot_meta(&meta, position.has_commands);
+    let head: proto::SnapshotMeta =
+        wire::snapshot_meta(&meta, position.has_commands, position.removed.to_wire());
     let written = SnapshotWriter::create(file, &head).and_then(|mut writer| {
         machine.write_to(&mut writer)?;
         writer.finish()

@@ -347,6 +347,11 @@ fn meta() -> proto::SnapshotMeta {
             membership: Some(membership),
         }),
         has_commands: true,
+        removals: vec![proto::Removal {
+            id: 5,
+            store: 82,
+            by: Some(log_id(5).into()),
+        }],
     }
 }
 

@@ -52,6 +52,7 @@ mod memory;
 mod net;
 mod options;
 pub mod planted;
+mod removed;
 mod replay;
 mod replica;
 mod snapshot;

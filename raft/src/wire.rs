@@ -208,11 +208,16 @@ impl TryFrom<proto::Entry> for types::Entry {
 }
 
 /// The head of a snapshot; `has_commands` tells whether a command went into it.
-pub(crate) fn snapshot_meta(meta: &types::SnapshotMeta, has_commands: bool) -> proto::SnapshotMeta {
+pub(crate) fn snapshot_meta(
+    meta: &types::SnapshotMeta,
+    has_commands: bool,
+    removals: Vec<proto::Removal>,
+) -> proto::SnapshotMeta {
     proto::SnapshotMeta {
         last: meta.last_log_id.map(Into::into),
         membership: Some((&meta.last_membership).into()),
         has_commands,
+        removals,
     }
 }
 

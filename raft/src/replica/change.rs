@@ -313,8 +313,8 @@ impl ReplicaInner {
 
     /// Lets a replica in that asks for it: as a new learner, at a new address, or in the place of
     /// the member that it was before it lost its store. A request may arrive long after it was
-    /// made: one that is `added_by` an entry of the log here comes from a member that was removed
-    /// since.
+    /// made: one that is `added_by` an entry that was agreed on comes from a member that was
+    /// removed since. The log says so of the entries that it still has; the state remembers it.
     async fn join_here(&self, member: proto::Member, added_by: Option<LogId>) -> Outcome {
         let id = member.id;
         if let Some(known) = self.node(id) {
@@ -330,9 +330,10 @@ impl ReplicaInner {
                 return removed;
             }
         } else if let Some(added_by) = added_by {
+            let is_late = (self.machine).is_removed_since(id, member.store, added_by);
             match self.log.holds(added_by).await {
-                Ok(false) => {}
-                Ok(true) => return Outcome::Refused(format!("replica {id} was removed")),
+                Ok(false) if !is_late => {}
+                Ok(_) => return Outcome::Refused(format!("replica {id} was removed")),
                 Err(error) => return Outcome::Unknown(error.to_string()),
             }
         }

@@ -211,6 +211,35 @@ async fn what_a_removed_member_told_before_does_not_bring_it_back() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_removed_member_is_let_in_again_only_if_it_asks_after_its_removal() {
+    // With the entry in the log; when only a snapshot has it; and when that was restored.
+    for kept_by in ["log", "state", "snapshot"] {
+        asks_before_and_after_its_removal(kept_by).await;
+    }
+}
+
+/// Purges the log of `replica` up to its last entry, and restores the snapshot that has the rest,
+/// if that is wanted.
+async fn purge(replica: &Replica, restores: bool) {
+    let inner = &replica.inner;
+    replica.snapshot().await.unwrap();
+    if restores {
+        let (machine, blocking) = (inner.machine.clone(), inner.blocking);
+        let file = machine.unfinished_snapshot();
+        let taken = blocking.run(move || {
+            machine.write_state(&file).unwrap();
+            machine.take_over(&file).unwrap()
+        });
+        taken.await.unwrap();
+    }
+    let applied = inner.machine.applied().unwrap();
+    inner.raft.trigger().purge_log(applied.index).await.unwrap();
+    let mut metrics = inner.raft.metrics();
+    while metrics.borrow_and_update().purged < Some(applied) {
+        metrics.changed().await.unwrap();
+    }
+}
+
+async fn asks_before_and_after_its_removal(kept_by: &str) {
     let (one, two) = two_led_by_the_first().await;
     let known = one.inner.node(2).unwrap();
     let added_by = one
@@ -227,6 +256,10 @@ async fn a_removed_member_is_let_in_again_only_if_it_asks_after_its_removal() {
         })
     };
     one.remove(2).await.unwrap();
+    if kept_by != "log" {
+        purge(&one, kept_by == "snapshot").await;
+        assert!(!one.inner.log.holds(added_by.unwrap()).await.unwrap());
+    }
 
     // Asked before it knew that it had become a member.
     let late = asked(added_by).await;

@@ -153,6 +153,7 @@ mod tests {
             last,
             membership,
             has_commands: true,
+            removals: Vec::new(),
         }
     }
 

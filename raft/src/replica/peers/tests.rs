@@ -290,6 +290,7 @@ fn start(header: proto::Header, term: u64) -> proto::snapshot_part::Part {
                 membership: Some(proto::Membership::default()),
             }),
             has_commands: true,
+            removals: Vec::new(),
         }),
     })
 }

@@ -1,0 +1,104 @@
+//! Which members were removed, and when, as the log says: the same on every replica.
+//!
+//! A request to join that a member made before its removal may arrive after it. The log tells such
+//! a request from that of a replica that was never let in, but only as far as it reaches back, so
+//! this memory goes into snapshots.
+
+use std::collections::BTreeMap;
+
+use crate::types::{LogId, Membership};
+use crate::wire::proto;
+
+/// Ids are at most this, and so is the number of removals that are remembered.
+const ID_MAX: u64 = 255;
+
+/// The last removal under each id.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct RemovedMembers(BTreeMap<u64, Removal>);
+
+/// Which store was removed, by which entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Removal {
+    store: u64,
+    by: LogId,
+}
+
+impl RemovedMembers {
+    /// Notes who is no member any more since the entry `by`.
+    pub(crate) fn note(&mut self, before: &Membership, after: &Membership, by: LogId) {
+        for (id, node) in before.nodes() {
+            let stays = after.get_node(id).is_some_and(|it| it.store == node.store);
+            if !stays && *id <= ID_MAX {
+                let store = node.store;
+                self.0.insert(*id, Removal { store, by });
+            }
+        }
+    }
+
+    /// Whether `store` of replica `id` was removed after the entry `asked`.
+    pub(crate) fn is_removed_since(&self, id: u64, store: u64, asked: LogId) -> bool {
+        let removal = self.0.get(&id).filter(|removal| removal.store == store);
+        removal.is_some_and(|removal| removal.by > asked)
+    }
+
+    pub(crate) fn to_wire(&self) -> Vec<proto::Removal> {
+        let removals = self.0.iter().map(|(id, removal)| proto::Removal {
+            id: *id,
+            store: removal.store,
+            by: Some(removal.by.into()),
+        });
+        removals.collect()
+    }
+
+    pub(crate) fn from_wire(removals: Vec<proto::Removal>) -> Self {
+        let known = removals.into_iter().filter_map(|removal| {
+            let by = LogId::from(removal.by?);
+            let store = removal.store;
+            (removal.id <= ID_MAX).then_some((removal.id, Removal { store, by }))
+        });
+        Self(known.collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::types::{Node, log_id};
+
+    fn members(stores: &[(u64, u64)]) -> Membership {
+        let node = |store| Node {
+            store,
+            ..Node::default()
+        };
+        let nodes: BTreeMap<u64, Node> = (stores.iter())
+            .map(|(id, store)| (*id, node(*store)))
+            .collect();
+        Membership::new(vec![BTreeSet::from([1])], nodes).unwrap()
+    }
+
+    #[test]
+    fn a_removal_counts_for_its_store_and_for_what_was_asked_before() {
+        let mut removed = RemovedMembers::default();
+        let at = |index| log_id(2, 1, index);
+        removed.note(&members(&[(1, 7)]), &members(&[(1, 7), (2, 8)]), at(4));
+        removed.note(&members(&[(1, 7), (2, 8)]), &members(&[(1, 7)]), at(6));
+        let removed = RemovedMembers::from_wire(removed.to_wire());
+        assert!(removed.is_removed_since(2, 8, at(4)));
+        assert!(!removed.is_removed_since(2, 8, at(7)), "let in again since");
+        assert!(!removed.is_removed_since(2, 9, at(4)), "another store");
+        assert!(!removed.is_removed_since(1, 7, at(4)), "a member");
+        // A leader of a later term, whose entry was lost, had the removal in its log.
+        assert!(!removed.is_removed_since(2, 8, log_id(3, 1, 5)));
+    }
+
+    #[test]
+    fn a_store_that_takes_the_place_of_another_removes_it() {
+        let mut removed = RemovedMembers::default();
+        let by = log_id(2, 1, 6);
+        removed.note(&members(&[(1, 7), (2, 8)]), &members(&[(1, 7), (2, 9)]), by);
+        assert!(removed.is_removed_since(2, 8, log_id(2, 1, 4)));
+        assert!(!removed.is_removed_since(2, 9, log_id(2, 1, 4)));
+    }
+}
