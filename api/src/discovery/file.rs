@@ -171,6 +171,8 @@ fn engine(
             .into_iter()
             .map(|(_, place)| place),
     ) {
+        // Whoever writes the file is of this host, unlike the owners of names and pods: it may tell
+        // of engines on loopback.
         let judged = dialer.check_place(&place);
         judged.map_err(|error| refused(error.to_string()))?;
     }
@@ -191,6 +193,7 @@ fn engine(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backends::EngineAddressRules;
     use crate::discovery::tests::template;
 
     fn read_as(text: &str, is_json: bool) -> Result<Vec<String>, String> {
@@ -230,6 +233,22 @@ mod tests {
         for nothing in [("", false), ("[]", true), ("{}", true)] {
             assert_eq!(read_as(nothing.0, nothing.1), Ok(Vec::new()));
         }
+    }
+
+    #[test]
+    fn a_file_may_tell_of_its_own_host_within_the_rules_of_the_config() {
+        let list = r#"[{"id": "a", "url": "http://127.0.0.1:8000"},
+            {"id": "b", "url": "http://[::1]:8000"}]"#;
+        let told = read_as(list, true).unwrap();
+        assert_eq!(
+            told,
+            ["rack-a http://127.0.0.1:8000", "rack-b http://[::1]:8000"]
+        );
+        let dialer = EngineDialer::default();
+        dialer.allow(EngineAddressRules::new(vec!["10.0.0.0/8".parse().unwrap()]));
+        let list = entries(list, true).unwrap();
+        let reading = reading(list, &template("rack"), &dialer);
+        assert_eq!(reading.refused.len(), 2, "{:?}", reading.refused);
     }
 
     #[test]
