@@ -1,5 +1,5 @@
-//! Sources over real sockets: a DNS server, and a stand-in for a Kubernetes API server that lists and
-//! watches as the recorded streams of one say.
+//! Sources over real sockets: a DNS server, and a stand-in for a Kubernetes API server, whose answers
+//! were written by hand after the documentation of the API.
 
 mod dns;
 mod kubernetes;
