@@ -18,6 +18,8 @@ mod guide;
 mod operating;
 #[path = "shared/otlp.rs"]
 mod otlp;
+#[path = "cli/peers_dns.rs"]
+mod peers_dns;
 #[path = "cli/process.rs"]
 mod process;
 #[path = "cli/production.rs"]
