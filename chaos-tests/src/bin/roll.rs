@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use chaos_tests::processes::roll::{self, RollOptions};
+use chaos_tests::processes::roll::{self, RollOptions, RollRecords};
 use chaos_tests::terminal::{self, say, table};
 use clap::Parser;
 
@@ -25,6 +25,9 @@ struct RollArgs {
     /// Leave the leader alone, who is killed in the middle of the last roll otherwise
     #[arg(long)]
     keep_leader: bool,
+    /// How the engines are found: `srv` has service records, with addresses of both families
+    #[arg(long, value_enum, default_value_t = RollRecords::A)]
+    records: RollRecords,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -42,6 +45,7 @@ async fn run(args: RollArgs) -> anyhow::Result<ExitCode> {
         rolls: args.rolls,
         requests: args.requests,
         is_leader_killed: !args.keep_leader,
+        records: args.records,
     })
     .await?;
     if args.json {

@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -25,10 +25,21 @@ use super::{ClusterOptions, ProcessCluster, checks, until};
 
 /// What the engines are called together.
 const NAME: &str = "engines.test";
+/// The same as a service.
+const SERVICE: &str = "_engine._tcp.engines.test";
 /// How many times faster than a small GPU they are.
 const SPEED: f64 = 50.0;
 /// Answers that are asked for again after a step.
 const RECALLED: usize = 40;
+
+/// The records by which the engines are found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum RollRecords {
+    /// Addresses: each engine has its own, and all one port.
+    A,
+    /// Service records: each engine has its own port. Every other one is found by its IPv6 address.
+    Srv,
+}
 
 /// How much is replaced, and how.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +54,8 @@ pub struct RollOptions {
     pub requests: u64,
     /// Whether the leader is killed in the middle of the last roll.
     pub is_leader_killed: bool,
+    /// How the engines are found.
+    pub records: RollRecords,
 }
 
 /// What a roll came to.
@@ -69,13 +82,43 @@ pub struct RollReport {
 struct NameServer {
     process: Child,
     hosts: PathBuf,
+    port: u16,
+    records: RollRecords,
 }
 
 impl NameServer {
-    async fn start(folder: &Path, port: u16, engines: &[FoundEngine]) -> anyhow::Result<Self> {
+    async fn start(
+        folder: &Path,
+        (port, records): (u16, RollRecords),
+        engines: &[FoundEngine],
+    ) -> anyhow::Result<Self> {
         let hosts = folder.join("engines.hosts");
         write(&hosts, engines)?;
-        let process = Command::new("dnsmasq")
+        let process = Self::spawn(&hosts, (port, records), engines)?;
+        let server = Self {
+            process,
+            hosts,
+            port,
+            records,
+        };
+        server.listens().await?;
+        Ok(server)
+    }
+
+    fn spawn(
+        hosts: &Path,
+        (port, records): (u16, RollRecords),
+        engines: &[FoundEngine],
+    ) -> anyhow::Result<Child> {
+        let mut command = Command::new("dnsmasq");
+        if records == RollRecords::Srv {
+            let service = |it: &FoundEngine| {
+                let port = it.address.port();
+                format!("--srv-host={SERVICE},{},{port}", it.host())
+            };
+            command.args(engines.iter().map(service));
+        }
+        command
             .args([
                 "--keep-in-foreground",
                 "--conf-file=/dev/null",
@@ -92,20 +135,28 @@ impl NameServer {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()
-            .context("start dnsmasq (Debian: dnsmasq-base)")?;
-        let server = Self { process, hosts };
-        // Before it listens a signal would end it.
+            .context("start dnsmasq (Debian: dnsmasq-base)")
+    }
+
+    /// Waits until it listens: before that a signal would end it.
+    async fn listens(&self) -> anyhow::Result<()> {
         until("dnsmasq listens", async || {
-            Ok(TcpStream::connect(("127.0.0.1", port)).await.is_ok())
+            Ok(TcpStream::connect(("127.0.0.1", self.port)).await.is_ok())
         })
-        .await?;
-        Ok(server)
+        .await
     }
 
     /// Has the name lead to these engines only.
-    fn lead_to(&self, engines: &[FoundEngine]) -> anyhow::Result<()> {
+    async fn lead_to(&mut self, engines: &[FoundEngine]) -> anyhow::Result<()> {
         // It reads the file when it is told to, not before.
         write(&self.hosts, engines)?;
+        if self.records == RollRecords::Srv {
+            // It reads services when it starts. Nobody answers for a moment, which changes nothing.
+            self.process.kill()?;
+            self.process.wait()?;
+            self.process = Self::spawn(&self.hosts, (self.port, self.records), engines)?;
+            return self.listens().await;
+        }
         let pid = i32::try_from(self.process.id())
             .ok()
             .and_then(Pid::from_raw);
@@ -117,7 +168,8 @@ impl NameServer {
 fn write(hosts: &Path, engines: &[FoundEngine]) -> anyhow::Result<()> {
     let mut text = String::new();
     for engine in engines {
-        let _ = writeln!(text, "{} {NAME}", engine.address.ip());
+        let (address, host) = (engine.address.ip(), engine.host());
+        let _ = writeln!(text, "{address} {NAME} {host}");
     }
     fs::write(hosts, text).with_context(|| format!("write {}", hosts.display()))
 }
@@ -131,15 +183,23 @@ impl Drop for NameServer {
 
 /// An engine and where it is.
 struct FoundEngine {
+    number: u32,
     address: SocketAddr,
     handle: EngineHandle,
 }
 
 impl FoundEngine {
-    /// Starts the next engine, at the next address.
-    async fn start(number: u32, port: u16) -> anyhow::Result<Self> {
+    /// Starts the next engine, at the next address or port.
+    async fn start(number: u32, port: u16, records: RollRecords) -> anyhow::Result<Self> {
         let [_, _, high, low] = number.to_be_bytes();
-        let address = SocketAddr::from((Ipv4Addr::new(127, 1, high, low), port));
+        let address = match records {
+            RollRecords::A => SocketAddr::from((Ipv4Addr::new(127, 1, high, low), port)),
+            RollRecords::Srv if number.is_multiple_of(2) => {
+                let listener = TcpListener::bind((Ipv6Addr::LOCALHOST, 0))?;
+                listener.local_addr()?
+            }
+            RollRecords::Srv => SocketAddr::from((Ipv4Addr::new(127, 1, high, low), free_port()?)),
+        };
         let options = EngineOptions {
             listen: address,
             speed: SPEED,
@@ -148,7 +208,16 @@ impl FoundEngine {
         };
         let handle = EmulatedEngine::start(options).await;
         let handle = handle.with_context(|| format!("start an engine at {address}"))?;
-        Ok(Self { address, handle })
+        Ok(Self {
+            number,
+            address,
+            handle,
+        })
+    }
+
+    /// What it is called alone.
+    fn host(&self) -> String {
+        format!("e{}.{NAME}", self.number)
     }
 
     fn url(&self) -> String {
@@ -169,12 +238,17 @@ pub async fn run(options: RollOptions) -> anyhow::Result<Vec<RollReport>> {
     let folder = tempfile::tempdir()?;
     let mut fleet = Vec::new();
     for number in 1..=u32::from(options.engines) {
-        fleet.push(FoundEngine::start(number, engine_port).await?);
+        fleet.push(FoundEngine::start(number, engine_port, options.records).await?);
     }
-    let names = NameServer::start(folder.path(), name_port, &fleet).await?;
+    let at = (name_port, options.records);
+    let names = NameServer::start(folder.path(), at, &fleet).await?;
+    let name = match options.records {
+        RollRecords::A => format!("{NAME}:{engine_port}"),
+        RollRecords::Srv => SERVICE.to_owned(),
+    };
     let config = format!(
-        "[admin]\nbackends_allow = [\"127.1.0.0/16\"]\n[drain]\ndns_ttl = \"500ms\"\n\
-         [[discovery]]\nkind = \"dns\"\nid = \"fleet\"\nname = \"{NAME}:{engine_port}\"\n\
+        "[admin]\nbackends_allow = [\"127.1.0.0/16\", \"::1/128\"]\n[drain]\ndns_ttl = \"500ms\"\n\
+         [[discovery]]\nkind = \"dns\"\nid = \"fleet\"\nname = \"{name}\"\n\
          resolver = \"127.0.0.1:{name_port}\"\nremove_after = \"3s\"\n"
     );
     let cluster = ProcessCluster::start(ClusterOptions {
@@ -268,11 +342,12 @@ impl Roll {
         let answered = load.recent(RECALLED);
         let old: Vec<FoundEngine> = self.fleet.drain(..at_once).collect();
         for _ in 0..at_once {
-            let engine = FoundEngine::start(self.next, self.engine_port).await?;
+            let (port, records) = (self.engine_port, self.options.records);
+            let engine = FoundEngine::start(self.next, port, records).await?;
             self.next += 1;
             self.fleet.push(engine);
         }
-        self.names.lead_to(&self.fleet)?;
+        self.names.lead_to(&self.fleet).await?;
         self.wait_registered().await?;
         // Nobody asks them any more: they end as pods do whose time is up.
         for engine in old {
