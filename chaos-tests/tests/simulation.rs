@@ -175,3 +175,22 @@ fn budgets_are_used_up() {
     let requests: u64 = used_up.sum();
     assert!(requests > 0, "nobody was over a budget");
 }
+
+/// Every eighth seed has a source whose engines roll and flap.
+#[test]
+fn a_source_that_rolls_and_flaps_loses_nobody_it_tells_of() {
+    for number in [3, 11] {
+        let report = held(&SeedOptions {
+            only: vec![Fault::Crash, Fault::IsolateLeader, Fault::Transfer],
+            ..seed(number, 8000)
+        });
+        let looked_at = report
+            .subjects
+            .iter()
+            .find(|((number, _), _)| *number == "I151");
+        assert!(
+            looked_at.is_some_and(|(_, subjects)| *subjects > 60),
+            "{looked_at:?}"
+        );
+    }
+}

@@ -30,6 +30,7 @@ pub mod same_digest;
 pub mod same_log;
 pub mod settings_as_written;
 pub mod sound_state;
+pub mod sources_lose_slowly;
 pub mod time_as_stamped;
 pub mod time_passes;
 pub mod writes_happen_once;
@@ -105,6 +106,7 @@ pub const ALL: &[Invariant] = &[
     invariant!(advances_are_used),
     invariant!(limits_held),
     invariant!(formats_known),
+    invariant!(sources_lose_slowly),
 ];
 
 /// Those that need no replay of the log: cheap enough to be asked for again and again.

@@ -7,6 +7,7 @@
 //! is computed by a naive [`model`] that replays the log.
 
 pub mod comparison;
+pub mod fleet;
 pub mod history;
 pub mod image;
 pub mod limits;

@@ -9,6 +9,7 @@ mod crowd;
 mod discoverer;
 mod engines;
 mod events;
+mod fleet_source;
 mod health;
 mod limits;
 mod operator;
@@ -181,6 +182,9 @@ impl WorkloadDriver {
         if discoverer::is_in(self.scene.seed) {
             handle.spawn(discoverer::write(desk.clone()));
         }
+        if fleet_source::is_in(self.scene.seed) {
+            handle.spawn(fleet_source::follow(desk.clone()));
+        }
         handle.spawn(reader::read(desk.clone()));
         handle.spawn(events::read(desk.clone()));
         for number in 0..self.scene.clients {
@@ -255,6 +259,7 @@ impl WorkloadDriver {
             chat::ask_once(&desk).await;
             crowd::is_served(&desk).await;
             limits::wait_out(&desk, client).await;
+            fleet_source::settle(&desk, client).await;
             done.store(true, Ordering::Relaxed);
         });
         is_done

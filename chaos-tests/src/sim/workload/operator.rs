@@ -7,7 +7,7 @@ use state::admission::{
     AdmissionSettings, Batching, BinSelection, ChargeInput, Concurrency, Grants, Order,
 };
 use state::budgets::Budget;
-use state::command::{Command, Reply, UserChanges, UserSpec};
+use state::command::{Command, Committed, Reply, UserChanges, UserSpec};
 use state::ids::{ApiKeyId, ReplicaId};
 use state::keys::{ApiKeySpec, SecretHash};
 use state::policy::{PolicyConfig, RoutingSettings};
@@ -48,7 +48,12 @@ pub(super) async fn write(desk: ReplicaHandles) {
     }
 }
 
-pub(super) async fn submit(desk: &ReplicaHandles, client: u32, command: Command) {
+/// Has a command written; `None`: it is not known to be.
+pub(super) async fn submit(
+    desk: &ReplicaHandles,
+    client: u32,
+    command: Command,
+) -> Option<Committed> {
     let what = name(&command);
     let (run, called_us) = (desk.run, desk.now_us());
     let ticket = desk.scene.ledger.with(|record| {
@@ -56,6 +61,7 @@ pub(super) async fn submit(desk: &ReplicaHandles, client: u32, command: Command)
         record.history.call(client, run, called_us, action)
     });
     let written = desk.cluster.submit(command).await;
+    let committed = written.as_ref().ok().cloned();
     let (outcome, how) = match written {
         Ok(committed) => {
             let how = match &committed.reply {
@@ -75,6 +81,7 @@ pub(super) async fn submit(desk: &ReplicaHandles, client: u32, command: Command)
         let told = record.as_told(run, outcome);
         record.history.answer(ticket, now_us, told);
     });
+    committed
 }
 
 fn name(command: &Command) -> &'static str {

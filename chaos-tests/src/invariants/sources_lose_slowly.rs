@@ -1,0 +1,163 @@
+//! What a source tells of stays, and what it does not tell of goes slowly: read from the log alone, of
+//! a source whose engines are known beforehand ([`fleet`]).
+
+use std::collections::BTreeMap;
+
+use state::command::{Command, Reply};
+use state::discovery::DiscoveryChange;
+
+use super::{PropertyError, Subjects};
+use crate::oracle::RunRecord;
+use crate::oracle::fleet;
+use crate::oracle::model::CommandEffect;
+
+/// In docs/ARCHITECTURE.md.
+pub const NUMBER: &str = "I151";
+/// As a statement.
+pub const NAME: &str = "what a source tells of stays, and the rest goes slowly";
+
+/// How much earlier, by the world's clock, than its time a backend may go: replicated time is allowed
+/// to run ahead by so much where clocks are set.
+const EARLY_US: u64 = 1_000_000;
+
+/// The source's backends by name; those that are lost with since when.
+#[derive(Default)]
+struct SourceFleet(BTreeMap<String, Option<u64>>);
+
+/// Looks at every change that the source brought about, and at what is there in the end.
+///
+/// # Errors
+/// When an engine went that the source told of, or went early, or too many were lost at once.
+pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    let comparison = record.comparison();
+    let (mut subjects, mut held) = (0, SourceFleet::default());
+    for (index, envelope) in &comparison.commands {
+        let Command::Discover(discovery) = &envelope.command else {
+            continue;
+        };
+        let effect = comparison.effects.get(index);
+        let is_done = effect == Some(&CommandEffect::Done(Reply::Applied));
+        if discovery.source != fleet::SOURCE || !is_done {
+            continue;
+        }
+        subjects += 1;
+        let now_us = record.observation.log[index].applied_at_us;
+        let changed = held.change(&discovery.change, now_us);
+        changed.map_err(|why| broken(format!("index {index}: {why}")))?;
+    }
+    if subjects > 0 {
+        subjects += check_rest(record)?;
+    }
+    Ok(subjects)
+}
+
+impl SourceFleet {
+    fn change(&mut self, change: &DiscoveryChange, now_us: u64) -> Result<(), String> {
+        let name = change.backend();
+        if fleet::is_steady(name) && !matches!(change, DiscoveryChange::Found(_)) {
+            return Err(format!(
+                "{change:?}, which the source tells of at all times"
+            ));
+        }
+        match change {
+            DiscoveryChange::Found(_) => drop(self.0.insert(name.to_owned(), None)),
+            DiscoveryChange::Lost { .. } => {
+                let known = self.0.get_mut(name).ok_or("an unknown backend is lost")?;
+                known.get_or_insert(now_us);
+                let lost = self.0.values().flatten().count();
+                let lost_max = self.0.len() * fleet::rules().lost_permille_max as usize / 1000;
+                if lost > lost_max {
+                    let all = self.0.len();
+                    return Err(format!(
+                        "{lost} of {all} are lost, at most {lost_max} may be"
+                    ));
+                }
+            }
+            DiscoveryChange::Forgotten { .. } => {
+                let known = self.0.remove(name).ok_or("an unknown backend goes")?;
+                let since_us = known.ok_or_else(|| format!("{name} goes, and is not lost"))?;
+                let lost_us = now_us.saturating_sub(since_us);
+                if lost_us + EARLY_US < fleet::rules().remove_after_ms * 1000 {
+                    return Err(format!(
+                        "{name} goes {} ms after it was lost",
+                        lost_us / 1000
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// In the end there is what the source tells of.
+fn check_rest(record: &RunRecord) -> Result<Subjects, PropertyError> {
+    let last = fleet::last();
+    for (id, at_rest) in &record.observation.at_rest {
+        let backends = at_rest.image.backends.keys();
+        let held: Vec<&String> = backends
+            .filter(|it| it.starts_with(fleet::SOURCE))
+            .collect();
+        if !held.iter().copied().eq(last.iter()) {
+            return Err(broken(format!("replica {id} has {held:?} in the end")));
+        }
+    }
+    Ok(record.observation.at_rest.len() as u64)
+}
+
+fn broken(detail: String) -> PropertyError {
+    super::violation(NUMBER, NAME, detail)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(name: String) -> DiscoveryChange {
+        let super::Command::PutBackend(mut spec) = crate::invariants::fixture::put("a", 1) else {
+            unreachable!("it puts a backend");
+        };
+        spec.id = name;
+        DiscoveryChange::Found(spec)
+    }
+
+    fn fleet_of(count: u64) -> SourceFleet {
+        let mut held = SourceFleet::default();
+        for number in 0..count {
+            held.change(&found(fleet::name("roll", number)), 0).unwrap();
+        }
+        held
+    }
+
+    fn lost(name: String) -> DiscoveryChange {
+        DiscoveryChange::Lost { name }
+    }
+
+    #[test]
+    fn what_is_told_of_stays() {
+        let mut held = fleet_of(4);
+        let name = fleet::name("steady", 3);
+        held.change(&found(name.clone()), 1).unwrap();
+        assert!(held.change(&lost(name.clone()), 2).is_err());
+        assert!(
+            held.change(&DiscoveryChange::Forgotten { name }, 2)
+                .is_err()
+        );
+    }
+
+    #[test]
+    fn at_most_half_is_lost_and_nothing_goes_early() {
+        let mut held = fleet_of(4);
+        let name = |number| fleet::name("roll", number);
+        held.change(&lost(name(0)), 1_000_000).unwrap();
+        held.change(&lost(name(1)), 1_000_000).unwrap();
+        let early = DiscoveryChange::Forgotten { name: name(0) };
+        assert!(held.change(&early, 1_900_000).is_err());
+        assert!(held.change(&lost(name(2)), 2_000_000).is_err());
+        let gone = DiscoveryChange::Forgotten { name: name(1) };
+        assert!(
+            fleet_of(4).change(&gone, 9_000_000).is_err(),
+            "it was not lost"
+        );
+        held.change(&gone, 3_100_000).unwrap();
+    }
+}

@@ -1,0 +1,142 @@
+//! A source of dozens of engines, and the product's plan for it: every replica looks, the leader
+//! acts.
+//!
+//! The source replaces a part of its engines, one after the other; it leaves others out now and then,
+//! and sometimes answers nothing. Replicas that think that they lead act too, as in a cluster whose
+//! leader was just cut off.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use api::clock::LogTime;
+use lab::rng::Rng;
+use state::command::{BackendSpec, Command};
+use state::discovery::{Discovery, EngineCondition, SourcePlan, ToldEngine};
+
+use super::{ReplicaHandles, operator};
+use crate::oracle::fleet::{self, FLAPPING, ROLLING, SOURCE, STEADY};
+
+/// What draws of this kind are told apart by.
+const KIND: u64 = 10;
+/// From one look to the next.
+const LOOK_EVERY: Duration = Duration::from_millis(150);
+/// From one engine that is replaced to the next.
+const ROLL_EVERY_US: u64 = 250_000;
+/// Changes that are made before the source is looked at again.
+const CHANGES_AT_ONCE: usize = 32;
+/// Pause while a change that is committed is not applied here yet.
+const APPLY_PAUSE: Duration = Duration::from_millis(2);
+
+/// Whether a world of this seed has such a source. The others are what they would be without it.
+pub(super) fn is_in(seed: u64) -> bool {
+    seed % 8 == 3
+}
+
+/// Follows the source until nobody begins anything any more.
+pub(super) async fn follow(desk: ReplicaHandles) {
+    let mut rng = desk.rng(KIND, 0);
+    let client = desk.scene.next_client();
+    let time = LogTime::default();
+    while !desk.scene.is_over() {
+        tokio::time::sleep(LOOK_EVERY).await;
+        if !desk.scene.is_over() {
+            let told = told(&mut rng, desk.now_us());
+            let status = desk.cluster.status();
+            if status.leader == Some(status.id) {
+                act(&desk, client, &told, &time).await;
+            }
+        }
+    }
+}
+
+/// Follows it on until this replica has what the source tells of in the end, and nothing else of it.
+pub(super) async fn settle(desk: &ReplicaHandles, client: u32) {
+    if !is_in(desk.scene.seed) {
+        return;
+    }
+    let time = LogTime::default();
+    let told: Vec<ToldEngine> = fleet::last().iter().zip(20_000..).map(engine).collect();
+    while !matches!(
+        act(desk, client, &told, &time).await,
+        Acted::Settled | Acted::Never
+    ) {
+        tokio::time::sleep(LOOK_EVERY).await;
+    }
+}
+
+/// What became of an answer.
+enum Acted {
+    /// There is more to do, here or at the leader.
+    Going,
+    /// Nothing follows from it.
+    Settled,
+    /// Nothing of the source was ever taken, and is not now: a member of an earlier build could not
+    /// read it.
+    Never,
+}
+
+/// Does what follows from an answer, if this replica leads or nothing of the source is there yet.
+async fn act(desk: &ReplicaHandles, client: u32, told: &[ToldEngine], time: &LogTime) -> Acted {
+    let (registry, status) = (desk.view.registry(), desk.cluster.status());
+    if !registry.initialised || !status.caught_up {
+        return Acted::Going;
+    }
+    let now_ms = time.present_ms(desk.view.now_ms());
+    let held = registry.fleet();
+    let plan = SourcePlan::of(&fleet::rules(), told, &held, now_ms);
+    let is_lost = held.discovered.values().any(|it| it.lost.is_some());
+    if plan.changes.is_empty() && plan.withheld == 0 && !is_lost {
+        return Acted::Settled;
+    }
+    if status.leader != Some(status.id) && !held.discovered.is_empty() {
+        return Acted::Going;
+    }
+    for change in plan.changes.into_iter().take(CHANGES_AT_ONCE) {
+        let source = SOURCE.to_owned();
+        let command = Command::Discover(Box::new(Discovery { source, change }));
+        let Some(committed) = operator::submit(desk, client, command).await else {
+            let is_new = desk.view.registry().fleet().discovered.is_empty();
+            return if is_new { Acted::Never } else { Acted::Going };
+        };
+        while desk.view.applied() < committed.index {
+            tokio::time::sleep(APPLY_PAUSE).await;
+        }
+    }
+    Acted::Going
+}
+
+/// What the source answers to a look.
+fn told(rng: &mut Rng, now_us: u64) -> Vec<ToldEngine> {
+    if rng.below(6) == 0 {
+        return Vec::new();
+    }
+    let leaves_out = rng.below(4) == 0;
+    let flapping = (0..FLAPPING).filter(|_| !leaves_out || rng.below(2) == 0);
+    let first = now_us / ROLL_EVERY_US;
+    let names = (0..STEADY)
+        .map(|number| (fleet::name("steady", number), number))
+        .chain(flapping.map(|number| (fleet::name("flapping", number), 1000 + number)))
+        .chain((first..first + ROLLING).map(|number| (fleet::name("roll", number), 2000 + number)));
+    names
+        .map(|(name, number)| engine((&name, number)))
+        .collect()
+}
+
+/// An engine at an address of its own. No request is for its model.
+fn engine((name, number): (&String, u64)) -> ToldEngine {
+    let (high, low) = (number / 250, number % 250);
+    let spec = BackendSpec {
+        id: name.clone(),
+        url: format!("http://10.2.{high}.{low}:8000"),
+        models: vec!["unasked".to_owned()],
+        labels: BTreeMap::new(),
+        capacity_blocks: Some(24),
+        kv_events: None,
+        kv_replay: None,
+        role: state::command::BackendRole::Both,
+    };
+    ToldEngine {
+        spec,
+        condition: EngineCondition::Ready,
+    }
+}
