@@ -1,4 +1,5 @@
-//! Benchmarks of the block index: matching, changes, memory, snapshots.
+//! Benchmarks of the block index: matching, changes, memory, snapshots. `-- matches` prints the
+//! table of matching alone.
 
 // A benchmark reads the clock; the crate it measures must not.
 #![allow(clippy::disallowed_types)]
@@ -19,6 +20,8 @@ use state::view::BlockView;
 /// Lengths of the prompts, in blocks.
 const LENGTHS: [usize; 3] = [64, 512, 8192];
 const MATCHES: usize = 20_000;
+/// Blocks that all prompts of [`Fixture::sharing`] begin with.
+const SHARED: usize = 128;
 
 /// A uniform pseudo-random sequence: block hashes and choices.
 struct Random(SplitMix64);
@@ -81,6 +84,31 @@ impl Fixture {
         }
     }
 
+    /// An index of prompts of 512 blocks, each owned completely by one backend. All share their first
+    /// 128 blocks, which every backend owns.
+    fn sharing(blocks: u64, backends: u16) -> Self {
+        let mut ownership = Ownership::new();
+        let mut random = Random::new(5);
+        let shared = random.chain(SHARED);
+        for slot in 0..backends {
+            ownership.add_backend(Slot(slot), None);
+            hold(&mut ownership, Slot(slot), &shared);
+        }
+        let mut prompts = [const { Vec::new() }; 3];
+        while ownership.owned_total() < blocks {
+            let mut prompt = random.chain(LENGTHS[1]);
+            prompt[..SHARED].copy_from_slice(&shared);
+            let slot = Slot(random.below(backends.into()) as u16);
+            hold(&mut ownership, slot, &prompt);
+            prompts[1].push(prompt);
+        }
+        Self {
+            ownership,
+            prompts,
+            random,
+        }
+    }
+
     /// Returns prompts to match: owned completely, owned to their half (and different after it), or
     /// not owned at all.
     fn queries(&mut self, kind: usize, mix: Mix, count: usize) -> Vec<Vec<BlockHash>> {
@@ -91,6 +119,7 @@ impl Fixture {
             let hit = match mix {
                 Mix::Full => length,
                 Mix::Half => length / 2,
+                Mix::Branch => SHARED + self.random.below(SHARED + 1),
                 Mix::Miss => 0,
                 Mix::Even => [length, length / 2, 0][at % 3],
             };
@@ -106,6 +135,8 @@ impl Fixture {
 enum Mix {
     Full,
     Half,
+    /// The first 128 to 256 blocks are owned.
+    Branch,
     Miss,
     Even,
 }
@@ -212,6 +243,25 @@ fn matching(blocks: u64, backends: u16) {
             let queries = fixture.queries(kind, mix, if length > 1000 { 500 } else { 4000 });
             match_row(&format!("match {length} blocks, {mix:?}"), &view, &queries);
         }
+    }
+}
+
+/// The same for prompts that share their beginning.
+fn matching_shared(blocks: u64, backends: u16) {
+    let mut fixture = Fixture::sharing(blocks, backends);
+    println!(
+        "-- {:.1} M owned blocks, {backends} backends, the first {SHARED} blocks of all prompts are shared: {:.1} B/block",
+        blocks as f64 / 1e6,
+        fixture.ownership.memory_bytes() as f64 / fixture.ownership.owned_total() as f64,
+    );
+    let view = fixture.ownership.view();
+    for mix in [Mix::Full, Mix::Branch, Mix::Miss] {
+        let queries = fixture.queries(1, mix, 4000);
+        match_row(
+            &format!("match {} blocks, {mix:?}", LENGTHS[1]),
+            &view,
+            &queries,
+        );
     }
 }
 
@@ -410,8 +460,14 @@ fn table() {
     churn(8_000_000, 8);
     churn(1_000_000, 400);
     touches(1_000_000, 8);
-    matching(1_000_000, 8);
-    matching(1_000_000, 400);
+    matches();
+}
+
+fn matches() {
+    for backends in [8, 64, 400] {
+        matching(1_000_000, backends);
+        matching_shared(1_000_000, backends);
+    }
     matching(8_000_000, 8);
 }
 
@@ -431,9 +487,11 @@ fn criterion_matches(criterion: &mut Criterion) {
 }
 
 fn main() {
-    let is_filtered = std::env::args().skip(1).any(|arg| !arg.starts_with('-'));
-    if !is_filtered {
-        table();
+    let mut words = std::env::args().skip(1).filter(|arg| !arg.starts_with('-'));
+    match words.next().as_deref() {
+        None => table(),
+        Some("matches") => return matches(),
+        Some(_) => {}
     }
     let criterion = Criterion::default()
         .sample_size(20)

@@ -15,6 +15,8 @@
 //! `k` owners to about `12 + 4k` bytes for any number of backends; bitmaps alone would cost 128
 //! bytes at 1,024 backends.
 
+use std::sync::Arc;
+
 use crate::ids::BlockHash;
 use crate::view::mask::Mask;
 use crate::view::sync::{AtomicU32, AtomicU64, Ordering};
@@ -99,10 +101,11 @@ struct Entry {
     owners: AtomicU32,
 }
 
-/// A table of owners; see the module documentation.
+/// A handle on a table of owners; see the module documentation. Clones share the table.
+#[derive(Clone)]
 pub(super) struct Table {
-    entries: Box<[Entry]>,
-    rows: Box<[AtomicU64]>,
+    entries: Arc<[Entry]>,
+    rows: Arc<[AtomicU64]>,
     /// Number of words in a bitmap row.
     pub(super) width: usize,
 }
@@ -145,9 +148,9 @@ impl Table {
         self.rows.len()
     }
 
-    /// Returns the heap size of the table in bytes.
+    /// Returns the heap size of the table in bytes, without its handles.
     pub(super) fn memory_bytes(&self) -> usize {
-        size_of::<Self>() + size_of_val(&*self.entries) + size_of_val(&*self.rows)
+        size_of_val(&*self.entries) + size_of_val(&*self.rows)
     }
 
     /// Prefetches the entry where a probe for `block` begins.
@@ -243,7 +246,7 @@ impl Table {
 
     /// Calls `each` with every key that has an owner, and its owners.
     pub(super) fn for_each(&self, mut each: impl FnMut(BlockHash, Owners)) {
-        for entry in &self.entries {
+        for entry in self.entries.iter() {
             let owners = Owners::decode(entry.owners.load(Ordering::Acquire));
             if owners != Owners::Nobody {
                 let (low, high) = (&entry.key_low, &entry.key_high);

@@ -7,10 +7,11 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::ids::{BlockHash, Slot};
+use crate::view::directory::Directory;
 use crate::view::mask::{Mask, WORDS_MAX};
 use crate::view::sync::{Arc, Ordering};
 use crate::view::table::{Owners, Table, UNUSED, row_words};
-use crate::view::{BlockView, SHARDS};
+use crate::view::{BlockView, SHARDS, shard_of};
 
 /// Percentage of used slots above which a table is rebuilt.
 const LOAD_MAX: usize = 85;
@@ -22,6 +23,8 @@ const CAPACITY_MIN: usize = 8;
 /// The writer behind all handles of one [`BlockView`]. There is one per index.
 pub(crate) struct ViewWriter {
     view: BlockView,
+    /// As published.
+    directory: Directory,
     shards: Vec<Shard>,
     /// Number of words in a bitmap of all slots seen so far.
     width: usize,
@@ -35,11 +38,12 @@ impl ViewWriter {
             "{shards} shards"
         );
         // One unused entry: probes end there, and the first insertion builds a real table.
-        let tables: Vec<_> = (0..shards).map(|_| Arc::new(Table::new(1, 0, 1))).collect();
-        let view = BlockView::over(&tables);
+        let empty = Table::new(1, 0, 1);
+        let directory = Directory::of(&empty);
         Self {
-            view,
-            shards: tables.into_iter().map(Shard::new).collect(),
+            view: BlockView::over(directory.clone(), shards),
+            directory,
+            shards: (0..shards).map(|_| Shard::new(empty.clone())).collect(),
             width: 1,
         }
     }
@@ -58,24 +62,35 @@ impl ViewWriter {
     /// Prefetches the memory that changes of `blocks` will touch, see [`crate::ownership`]. The sum
     /// keeps the compiler from removing the loads.
     pub(crate) fn warm(&self, blocks: &[BlockHash]) -> u32 {
-        let load = |&block: &BlockHash| self.shards[self.view.shard_of(block)].table.warm(block);
+        let load = |&block: &BlockHash| self.shards[self.shard_of(block)].table.warm(block);
         blocks.iter().map(load).fold(0, u32::wrapping_add)
     }
 
     /// Makes `slot` an owner of `block`.
     pub(crate) fn insert(&mut self, slot: Slot, block: BlockHash) {
-        let at = self.view.shard_of(block);
+        let at = self.shard_of(block);
         let shard = &mut self.shards[at];
         if shard.insert(slot.0, block, self.width) {
-            self.view.shared.shards[at].publish(Arc::clone(&shard.table));
+            self.directory.set(at, shard.table.clone());
+            self.publish();
         }
         self.count(slot, |owned| owned.saturating_add(1));
     }
 
     /// Ends `slot`'s ownership of `block`.
     pub(crate) fn remove(&mut self, slot: Slot, block: BlockHash) {
-        self.shards[self.view.shard_of(block)].remove(slot.0, block);
+        let at = self.shard_of(block);
+        self.shards[at].remove(slot.0, block);
         self.count(slot, |owned| owned.saturating_sub(1));
+    }
+
+    fn shard_of(&self, block: BlockHash) -> usize {
+        shard_of(block, self.view.shared.shard_bits)
+    }
+
+    fn publish(&self) {
+        let directory = Arc::new(self.directory.clone());
+        self.view.shared.directory.publish(directory);
     }
 
     /// Changes the count of `slot`. With a single writer, a load and a store are exact.
@@ -90,18 +105,17 @@ impl ViewWriter {
         Self::new(self.shards.len())
     }
 
-    /// Publishes `other`'s content to this writer's readers. Until it returns, they may see some
-    /// shards of the old index and some of the new one.
+    /// Publishes `other`'s content to this writer's readers. Each call of theirs sees the old index or
+    /// the new one.
     pub(crate) fn adopt(&mut self, other: Self) {
         self.width = other.width;
         self.view.shared.width.store(self.width, Ordering::Release);
         self.shards = other.shards;
+        self.directory = other.directory;
         for (owned, fresh) in self.view.shared.owned.iter().zip(&other.view.shared.owned) {
             owned.store(fresh.load(Relaxed), Relaxed);
         }
-        for (shard, published) in self.shards.iter().zip(&self.view.shared.shards) {
-            published.publish(Arc::clone(&shard.table));
-        }
+        self.publish();
     }
 
     /// Returns the number of pairs of block and owner in the view.
@@ -116,13 +130,14 @@ impl ViewWriter {
     /// Returns the heap size of the tables in bytes, without older tables that readers still hold.
     pub(crate) fn memory_bytes(&self) -> usize {
         let tables = self.shards.iter().map(|shard| shard.table.memory_bytes());
-        tables.sum::<usize>() + self.shards.len() * size_of::<Shard>()
+        let shards = self.shards.len();
+        tables.sum::<usize>() + shards * size_of::<Shard>() + Directory::memory_bytes(shards)
     }
 }
 
 /// The writer's bookkeeping for one shard's table.
 struct Shard {
-    table: Arc<Table>,
+    table: Table,
     /// Number of slots with a key, tombstones included.
     used: usize,
     /// Number of slots with an owner.
@@ -132,7 +147,7 @@ struct Shard {
 }
 
 impl Shard {
-    fn new(table: Arc<Table>) -> Self {
+    fn new(table: Table) -> Self {
         Self {
             table,
             used: 0,
@@ -241,7 +256,7 @@ impl Shard {
     /// Moves the live entries to a table with room for at least one more key and one more row.
     fn rebuild(&mut self, width: usize) {
         let width = width.max(self.table.width);
-        let old = Arc::clone(&self.table);
+        let old = self.table.clone();
         let mut row_words_live = 0;
         let mut has_rows = false;
         old.for_each(|_, owners| match owners {
@@ -280,7 +295,7 @@ impl Shard {
         });
         debug_assert_eq!(live, self.live, "live entries miscounted");
         *self = Self {
-            table: Arc::new(table),
+            table,
             used: live,
             live,
             row_words_used: row,
