@@ -247,11 +247,13 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
                     self.scratch.places.push(at);
                     self.scratch.has_adapters |= glance.has_adapters;
                     self.scratch.has_rooms |= self.decider.needs_another(backend, self.ask);
+                    let is_model_listed = backend.lists(self.ask.model);
+                    self.scratch.has_listed |= is_model_listed;
                     self.scratch.candidates.push(Candidate {
                         slot: backend.handle.slot,
                         waiting: glance.waiting,
                         kv_usage_permille: glance.kv_usage_permille,
-                        is_model_listed: backend.lists(self.ask.model),
+                        is_model_listed,
                         ..Candidate::default()
                     });
                 }
@@ -365,6 +367,9 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     /// the others are out. What the operator says comes first: an engine under `"*"` that lists the
     /// model puts nobody out whose description names it.
     fn keep_loaded(&mut self) {
+        if !self.scratch.has_listed {
+            return;
+        }
         let DecisionScratch {
             candidates, places, ..
         } = &*self.scratch;
@@ -374,11 +379,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         let mut listed = candidates
             .iter()
             .zip(backends)
-            .filter(|(candidate, _)| candidate.is_model_listed)
-            .peekable();
-        if listed.peek().is_none() {
-            return;
-        }
+            .filter(|(candidate, _)| candidate.is_model_listed);
         let is_named_listed = listed.any(|(_, backend)| names(backend));
         self.retain(FilterVerdict::NotLoaded, |candidate, backend| {
             candidate.is_model_listed || (!is_named_listed && names(backend))
@@ -428,6 +429,10 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             BlockUnit::Characters | BlockUnit::CharactersFor(_) => ESTIMATE_MARGIN,
         };
         let blocks = identity.chain.len() as u64;
+        let smallest = self.fleet.smallest_cache();
+        if fits(blocks, smallest.map(|blocks| u64::from(blocks) * margin)) {
+            return Ok(());
+        }
         self.retain(FilterVerdict::TooSmall, |_, backend| {
             let capacity = backend.capacity_blocks();
             fits(blocks, capacity.map(|blocks| u64::from(blocks) * margin))
@@ -463,12 +468,17 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     fn keep_below_limit(&mut self) -> Result<(), RoutingRejection> {
         let decider = self.decider;
         let service = decider.view.service();
-        let has_place = |backend: &Backend, limit| {
-            decider.load.may_have_place(backend.handle, limit) || planted::is(Bug::ShareIgnored)
-        };
-        self.retain(FilterVerdict::AtLimit, |candidate, backend| {
-            let limit = service.limit(candidate.slot);
-            limit.is_none_or(|limit| candidate.running < limit && has_place(backend, limit))
+        if service.is_unlimited() {
+            return Ok(());
+        }
+        decider.load.with_gauges(|gauges| {
+            let has_place = |backend: &Backend, limit| {
+                gauges.may_have_place(backend.handle, limit) || planted::is(Bug::ShareIgnored)
+            };
+            self.retain(FilterVerdict::AtLimit, |candidate, backend| {
+                let limit = service.limit(candidate.slot);
+                limit.is_none_or(|limit| candidate.running < limit && has_place(backend, limit))
+            });
         });
         if self.scratch.candidates.is_empty() {
             return Err(RoutingRejection::AtLimit);

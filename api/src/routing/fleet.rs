@@ -11,7 +11,7 @@ use serde::Serialize;
 use state::command::BackendRole;
 use state::ids::{BackendRef, BlockHash, Slot, UserKey};
 use state::policy::{Candidate, Choice, PolicyConfig};
-use state::{Registry, StateView};
+use state::{Backend, Registry, StateView};
 
 use super::RoutingRequest;
 use super::endpoints::endpoint_of;
@@ -33,6 +33,8 @@ pub(super) struct RoutingTable {
     endpoints: Vec<Option<SocketAddr>>,
     /// Whether any backend computes prompts for others.
     has_prefill: bool,
+    /// Blocks of the smallest cache; `None`: none is known.
+    smallest_cache: Option<u32>,
 }
 
 impl RoutingTable {
@@ -52,6 +54,9 @@ impl RoutingTable {
                 .collect(),
             has_prefill: (registry.backends.iter())
                 .any(|backend| backend.spec.role == BackendRole::Prefill),
+            smallest_cache: (registry.backends.iter())
+                .filter_map(Backend::capacity_blocks)
+                .min(),
             names: ids().map(Arc::from).collect(),
             endpoints: (registry.backends.iter())
                 .map(|backend| endpoint_of(&backend.spec.url))
@@ -68,6 +73,11 @@ impl RoutingTable {
 
     pub(super) fn has_prefill(&self) -> bool {
         self.has_prefill
+    }
+
+    /// Blocks of the smallest cache; `None`: none is known.
+    pub(super) fn smallest_cache(&self) -> Option<u32> {
+        self.smallest_cache
     }
 
     /// Role of the backend at a place of the registry.
@@ -181,6 +191,8 @@ pub(super) struct DecisionScratch {
     pub(super) doubt: Doubt,
     /// Whether any candidate tells of its adapters.
     pub(super) has_adapters: bool,
+    /// Whether any candidate says that it has the model.
+    pub(super) has_listed: bool,
     /// Whether any candidate does nothing alone.
     pub(super) has_rooms: bool,
     /// By place in the registry, where decisions are recorded.
@@ -192,6 +204,7 @@ impl DecisionScratch {
         self.candidates.clear();
         self.places.clear();
         self.has_adapters = false;
+        self.has_listed = false;
         self.has_rooms = false;
         self.tally = FilterCounts::default();
     }

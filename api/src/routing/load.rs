@@ -18,7 +18,7 @@ use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, Incarnation, ReplicaId, Slot};
 use tokio::time::Instant;
 
-use crate::sync::{ArcSwap, ArcSwapOption, Mutex, MutexGuard, Notify};
+use crate::sync::{ArcSwap, Mutex, MutexGuard, Notify};
 
 #[path = "load/gauge.rs"]
 mod gauge;
@@ -80,12 +80,34 @@ struct PeerLoad {
 
 /// The load of every backend, as far as known here.
 pub struct LoadTable {
-    gauges: Box<[ArcSwapOption<BackendLoad>]>,
+    /// By slot. Replaced as a whole when a backend's life begins, so that a decision takes hold of
+    /// all of them at once.
+    gauges: ArcSwap<Vec<Option<Arc<BackendLoad>>>>,
+    /// How many slots there can be.
+    slots: usize,
     /// Replaced as a whole by each report; readers never wait.
     peers: ArcSwap<Vec<Arc<PeerLoad>>>,
     /// Held by those who replace `peers` or a gauge.
     writing: Mutex<()>,
     less: Arc<LessLoadSignal>,
+}
+
+/// The gauges of all backends, by slot.
+#[derive(Clone, Copy)]
+pub(super) struct Gauges<'a>(&'a [Option<Arc<BackendLoad>>]);
+
+impl<'a> Gauges<'a> {
+    fn of(self, backend: BackendRef) -> Option<&'a Arc<BackendLoad>> {
+        let gauge = self.0.get(usize::from(backend.slot.0))?.as_ref()?;
+        (gauge.backend == backend).then_some(gauge)
+    }
+
+    /// Whether this replica has a free place at `backend`; true where it is not known how many it
+    /// has under this limit, which `LoadTable::reserve` finds out.
+    pub(super) fn may_have_place(self, backend: BackendRef, limit: u32) -> bool {
+        self.of(backend)
+            .is_none_or(|gauge| !gauge.is_divided(limit) || gauge.free() > 0)
+    }
 }
 
 impl Default for LoadTable {
@@ -97,7 +119,8 @@ impl Default for LoadTable {
 impl LoadTable {
     pub(super) fn of_slots(slots: usize) -> Self {
         Self {
-            gauges: (0..slots).map(|_| ArcSwapOption::empty()).collect(),
+            gauges: ArcSwap::default(),
+            slots,
             peers: ArcSwap::default(),
             writing: Mutex::new(()),
             less: Arc::default(),
@@ -131,12 +154,9 @@ impl LoadTable {
         }
     }
 
-    /// Whether this replica has a free place at `backend`; true where it is not known how many it
-    /// has under this limit, which `LoadTable::reserve` finds out.
-    #[must_use]
-    pub fn may_have_place(&self, backend: BackendRef, limit: u32) -> bool {
-        let may = |gauge: &BackendLoad| !gauge.is_divided(limit) || gauge.free() > 0;
-        self.with_gauge(backend, may).unwrap_or(true)
+    /// Runs `read` on all gauges, which are taken hold of once.
+    pub(super) fn with_gauges<R>(&self, read: impl FnOnce(Gauges<'_>) -> R) -> R {
+        read(Gauges(&self.gauges.load()))
     }
 
     /// Free places of this replica at `backend`, and all it has; `None`: not known under this
@@ -190,19 +210,15 @@ impl LoadTable {
         backend: BackendRef,
         read: impl FnOnce(&BackendLoad) -> R,
     ) -> Option<R> {
-        let place = self.gauges.get(usize::from(backend.slot.0))?.load();
-        let gauge = place.as_deref()?;
-        (gauge.backend == backend).then(|| read(gauge))
+        self.with_gauges(|gauges| gauges.of(backend).map(|gauge| read(gauge)))
     }
 
     fn gauge(&self, backend: BackendRef) -> Arc<BackendLoad> {
-        let Some(place) = self.gauges.get(usize::from(backend.slot.0)) else {
+        if usize::from(backend.slot.0) >= self.slots {
             return Arc::new(self.new_gauge(backend));
-        };
-        match place.load_full() {
-            Some(gauge) if gauge.backend == backend => gauge,
-            _ => self.replace_gauge(place, backend),
         }
+        let found = self.with_gauges(|gauges| gauges.of(backend).cloned());
+        found.unwrap_or_else(|| self.replace_gauge(backend))
     }
 
     fn new_gauge(&self, backend: BackendRef) -> BackendLoad {
@@ -222,23 +238,22 @@ impl LoadTable {
     }
 
     /// A dispatch to a life that is over gets a gauge that nobody reads.
-    fn replace_gauge(
-        &self,
-        place: &ArcSwapOption<BackendLoad>,
-        backend: BackendRef,
-    ) -> Arc<BackendLoad> {
+    fn replace_gauge(&self, backend: BackendRef) -> Arc<BackendLoad> {
         let _writing = self.lock();
-        match place.load_full() {
-            Some(gauge) if gauge.backend == backend => gauge,
-            Some(gauge) if gauge.backend.incarnation > backend.incarnation => {
-                Arc::new(self.new_gauge(backend))
-            }
-            _ => {
-                let gauge = Arc::new(self.new_gauge(backend));
-                place.store(Some(Arc::clone(&gauge)));
-                gauge
-            }
+        let gauges = self.gauges.load();
+        let slot = usize::from(backend.slot.0);
+        let present = gauges.get(slot).and_then(Option::as_ref);
+        if let Some(present) = present.filter(|gauge| gauge.backend == backend) {
+            return Arc::clone(present);
         }
+        let gauge = Arc::new(self.new_gauge(backend));
+        if present.is_none_or(|present| present.backend.incarnation < backend.incarnation) {
+            let mut replaced = gauges.to_vec();
+            replaced.resize(replaced.len().max(slot + 1), None);
+            replaced[slot] = Some(Arc::clone(&gauge));
+            self.gauges.store(Arc::new(replaced));
+        }
+        gauge
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
@@ -269,9 +284,13 @@ impl LoadTable {
         backend: impl Fn(usize) -> BackendRef,
         mut add: impl FnMut(usize, Load),
     ) {
-        for i in 0..count {
-            add(i, self.here(backend(i)));
-        }
+        self.with_gauges(|gauges| {
+            for i in 0..count {
+                if let Some(gauge) = gauges.of(backend(i)) {
+                    add(i, gauge.load());
+                }
+            }
+        });
         for peer in self.peers.load().iter().filter(|peer| is_fresh(peer, now)) {
             let mut entries = peer.entries.iter().peekable();
             for i in 0..count {
@@ -291,11 +310,7 @@ impl LoadTable {
     pub fn local_report(&self) -> Vec<u8> {
         let mut report = vec![REPORT_VERSION];
         let mut previous = 0;
-        for place in &self.gauges {
-            let gauge = place.load();
-            let Some(gauge) = gauge.as_deref() else {
-                continue;
-            };
+        for gauge in self.gauges.load().iter().flatten() {
             let load = gauge.load();
             if load.is_zero() {
                 continue;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use state::ids::BackendRef;
 use tokio::time::Instant;
 
-use super::load::{Load, LoadTable};
+use super::load::{Gauges, Load, LoadTable};
 
 /// Reads a [`LoadTable`].
 pub(super) struct LoadReader(Arc<LoadTable>);
@@ -36,9 +36,9 @@ impl LoadReader {
         self.0.add_each(now, count, backend, add);
     }
 
-    /// As [`LoadTable::may_have_place`].
-    pub(super) fn may_have_place(&self, backend: BackendRef, limit: u32) -> bool {
-        self.0.may_have_place(backend, limit)
+    /// As [`LoadTable::with_gauges`].
+    pub(super) fn with_gauges<R>(&self, read: impl FnOnce(Gauges<'_>) -> R) -> R {
+        self.0.with_gauges(read)
     }
 
     /// As [`LoadTable::places`].

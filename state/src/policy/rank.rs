@@ -186,21 +186,35 @@ impl<F: Fn(&Candidate) -> u64> Ranks for ByScore<F> {
     }
 }
 
+/// Candidates whose ranks need no allocation.
+const FEW: usize = 16;
+
 /// Picks the best rank; among near-equal ones, the highest draw of the request's jitter.
 pub(super) fn pick(
     ranks: &impl Ranks,
     request: &PolicyRequest,
     candidates: &[Candidate],
 ) -> Option<Choice> {
-    let ranked = || {
-        let rank = |(place, candidate)| (ranks.rank(place, candidate), candidate);
-        candidates.iter().enumerate().map(rank)
+    // Each is ranked once: a rank costs more than all else that is done to a candidate here.
+    let mut few = [Rank::first(0, Reason::OnlyCandidate); FEW];
+    let mut many = Vec::new();
+    let ranked = match few.get_mut(..candidates.len()) {
+        Some(few) => few,
+        None => {
+            many.resize(candidates.len(), few[0]);
+            &mut many[..]
+        }
     };
-    let (best, _) = ranked().min_by_key(|(rank, _)| (rank.tier, rank.score, rank.then))?;
+    for (place, candidate) in candidates.iter().enumerate() {
+        ranked[place] = ranks.rank(place, candidate);
+    }
+    let best = *ranked
+        .iter()
+        .min_by_key(|rank| (rank.tier, rank.score, rank.then))?;
     let limit = ranks.near_limit(best.score);
     let mut near = 0_usize;
     let mut chosen: Option<(u32, u64, Reverse<Slot>, &Candidate)> = None;
-    for (rank, candidate) in ranked() {
+    for (rank, candidate) in ranked.iter().zip(candidates) {
         if rank.tier != best.tier || rank.score > limit || rank.then > best.then {
             continue;
         }

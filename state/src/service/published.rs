@@ -44,23 +44,35 @@ pub struct BackendServiceView {
 pub struct ServiceView {
     /// Figures by slot.
     by_slot: Vec<Option<BackendServiceView>>,
+    has_limits: bool,
 }
 
 impl ServiceView {
     /// Creates a view of `served`, which ascends by slot.
     pub(crate) fn of(served: impl Iterator<Item = BackendServiceView>) -> Self {
         let mut by_slot = Vec::new();
+        let mut has_limits = false;
         for served in served {
+            has_limits |= served.limit.is_some();
             by_slot.resize(usize::from(served.backend.slot.0), None);
             by_slot.push(Some(served));
         }
-        Self { by_slot }
+        Self {
+            by_slot,
+            has_limits,
+        }
     }
 
     /// Returns the figures of the backend in `slot`.
     #[must_use]
     pub fn get(&self, slot: Slot) -> Option<&BackendServiceView> {
         self.by_slot.get(usize::from(slot.0))?.as_ref()
+    }
+
+    /// Whether no backend has a maximum number of concurrent requests.
+    #[must_use]
+    pub fn is_unlimited(&self) -> bool {
+        !self.has_limits
     }
 
     /// Returns the maximum number of concurrent requests of the backend in `slot`; `None`:
