@@ -37,13 +37,13 @@ pub(super) trait BlockLookup {
 
 /// Two blocks with the backends that own the former but not the latter.
 #[derive(Clone, Copy)]
-struct Interval<const W: usize> {
+struct ChainInterval<const W: usize> {
     from: usize,
     to: usize,
     undecided: Mask<W>,
 }
 
-impl<const W: usize> Interval<W> {
+impl<const W: usize> ChainInterval<W> {
     const EMPTY: Self = Self {
         from: 0,
         to: 0,
@@ -60,23 +60,23 @@ impl<const W: usize> Interval<W> {
 
 /// Intervals that one round narrows.
 struct Round<const W: usize> {
-    intervals: [Interval<W>; INTERVALS],
+    intervals: [ChainInterval<W>; INTERVALS],
     count: usize,
 }
 
 impl<const W: usize> Round<W> {
     const EMPTY: Self = Self {
-        intervals: [Interval::EMPTY; INTERVALS],
+        intervals: [ChainInterval::EMPTY; INTERVALS],
         count: 0,
     };
 
-    fn kept(&self) -> &[Interval<W>] {
+    fn kept(&self) -> &[ChainInterval<W>] {
         &self.intervals[..self.count]
     }
 }
 
 /// A search of one chain.
-struct Search<'a, L, const W: usize> {
+struct PrefixSearch<'a, L, const W: usize> {
     chain: &'a [BlockHash],
     lookup: &'a L,
     /// Blocks owned, by word and bit of the mask.
@@ -103,12 +103,12 @@ pub(super) fn match_prefix<const W: usize>(
         first.for_each(|slot| matched(Slot(slot), total));
         return;
     }
-    let mut search = Search {
+    let mut search = PrefixSearch {
         chain,
         lookup,
         blocks: [[total; 64]; W],
     };
-    let whole = Interval {
+    let whole = ChainInterval {
         from: 0,
         to: chain.len() - 1,
         undecided: first.without(&last),
@@ -122,14 +122,14 @@ pub(super) fn match_prefix<const W: usize>(
     });
 }
 
-impl<L: BlockLookup, const W: usize> Search<'_, L, W> {
+impl<L: BlockLookup, const W: usize> PrefixSearch<'_, L, W> {
     /// Finds the boundaries in these intervals of more than two blocks: one round, then the rounds
     /// of what it leaves undecided.
-    fn narrow(&mut self, intervals: &[Interval<W>]) {
+    fn narrow(&mut self, intervals: &[ChainInterval<W>]) {
         if intervals.is_empty() {
             return;
         }
-        let points = intervals.iter().flat_map(Interval::points);
+        let points = intervals.iter().flat_map(ChainInterval::points);
         let warmed = points.map(|at| self.lookup.warm(self.chain[at]));
         black_box(warmed.fold(0, u32::wrapping_add));
         let mut narrower = Round::EMPTY;
@@ -137,7 +137,7 @@ impl<L: BlockLookup, const W: usize> Search<'_, L, W> {
             let mut rest = interval;
             for at in interval.points() {
                 let holders = self.lookup.owners(self.chain[at]).and(&rest.undecided);
-                let part = Interval {
+                let part = ChainInterval {
                     to: at,
                     undecided: rest.undecided.without(&holders),
                     ..rest
@@ -155,7 +155,7 @@ impl<L: BlockLookup, const W: usize> Search<'_, L, W> {
     }
 
     /// Adds an interval to the next round, if it leaves something undecided.
-    fn keep(&mut self, interval: Interval<W>, next: &mut Round<W>) {
+    fn keep(&mut self, interval: ChainInterval<W>, next: &mut Round<W>) {
         if interval.undecided.is_empty() {
             return;
         }
@@ -173,7 +173,7 @@ impl<L: BlockLookup, const W: usize> Search<'_, L, W> {
 
     /// The undecided backends own every block before the end of the interval, which has none
     /// between its ends.
-    fn settle(&mut self, interval: &Interval<W>) {
+    fn settle(&mut self, interval: &ChainInterval<W>) {
         let length = u32::try_from(interval.to).unwrap_or(u32::MAX);
         interval.undecided.for_each(|slot| {
             self.blocks[usize::from(slot) / 64][usize::from(slot) % 64] = length;
