@@ -1,6 +1,6 @@
 //! Replicas of several builds: no entry is committed that the build of a replica could not read, the
-//! one that it runs or, while it is away, the one that it ran; and none restores a snapshot of a later
-//! version.
+//! one that it runs or, while it is away, the one that it ran; none restores a snapshot of a later
+//! version; and none gets a message that it cannot read, unless it ran a later build before.
 
 use state::codec::{decode_envelope, format_of};
 
@@ -10,7 +10,7 @@ use crate::oracle::RunRecord;
 /// In docs/ARCHITECTURE.md.
 pub const NUMBER: &str = "I130";
 /// As a statement.
-pub const NAME: &str = "no entry or snapshot is of a format that a member does not know";
+pub const NAME: &str = "no entry, snapshot or message is of a format that a member does not know";
 
 /// Looks at every entry that was applied first while there were several builds.
 ///
@@ -39,6 +39,12 @@ pub fn check(record: &RunRecord) -> Result<Subjects, PropertyError> {
         if *version > u16::from(*known) {
             let detail =
                 format!("{run} restored a snapshot of version {version}, it knows {known}");
+            return Err(super::violation(NUMBER, NAME, detail));
+        }
+    }
+    for (at_us, run, from) in &record.observation.unreadable {
+        if !record.observation.downgraded.contains(&run.replica) {
+            let detail = format!("{run} could not read a message of {} at {at_us} us", from.0);
             return Err(super::violation(NUMBER, NAME, detail));
         }
     }
@@ -91,5 +97,16 @@ mod tests {
         record.observation.snapshots = vec![(run(1, 1), 6, 6), (run(2, 1), 7, 6)];
         let broken = check(&record).unwrap_err();
         assert!(broken.detail.ends_with("version 7, it knows 6"), "{broken}");
+    }
+
+    #[test]
+    fn so_is_a_message_unless_its_reader_ran_a_later_build() {
+        let mut record = ended_key(6);
+        let observation = &mut record.observation;
+        observation.unreadable = vec![(5, run(2, 1), ReplicaId(1))];
+        let broken = check(&record).unwrap_err();
+        assert!(broken.detail.ends_with("a message of 1 at 5 us"), "{broken}");
+        record.observation.downgraded.insert(ReplicaId(2));
+        assert_eq!(check(&record), Ok(1));
     }
 }

@@ -59,6 +59,10 @@ pub struct Observation {
     pub formats: BTreeMap<u64, u8>,
     /// Versions of the snapshots that were restored, each with what the replica's build knows.
     pub snapshots: Vec<(ReplicaRun, u16, u8)>,
+    /// When builds could not read a message, and whose it was.
+    pub unreadable: Vec<(u64, ReplicaRun, ReplicaId)>,
+    /// Replicas that were started with an earlier build than before: others may hear of it late.
+    pub downgraded: BTreeSet<ReplicaId>,
     /// Whether the backends' limits held.
     pub limits: LimitWatch,
     /// What the replicas are at the end, after everything was healed and nothing is under way: of

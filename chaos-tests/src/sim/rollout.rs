@@ -149,8 +149,13 @@ impl World {
         let format = self.fleet.format(id);
         if self.plan.fleet == FleetKind::Mixed {
             let replica = state::ids::ReplicaId(id);
-            self.ledger
-                .with(|record| record.observation.builds.insert(replica, format));
+            self.ledger.with(|record| {
+                let observation = &mut record.observation;
+                let before = observation.builds.insert(replica, format);
+                if before.is_some_and(|before| before > format) {
+                    observation.downgraded.insert(replica);
+                }
+            });
         }
         format
     }

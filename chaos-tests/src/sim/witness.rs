@@ -159,6 +159,18 @@ impl Witness for RunWatcher {
         });
         self.look_through(state);
     }
+
+    fn message_unreadable(&self, from: u8) {
+        let now_us = self.time.now_us();
+        self.trace.event(
+            now_us,
+            format_args!("{} cannot read a message of {from}", self.replica()),
+        );
+        self.ledger.with(|record| {
+            let observation = &mut record.observation;
+            observation.unreadable.push((now_us, self.run, ReplicaId(from)));
+        });
+    }
 }
 
 /// The version of the snapshot that holds a state.

@@ -177,7 +177,8 @@ impl CoreParts {
         }
     }
 
-    fn inbox(&self) -> Arc<GossipInbox> {
+    /// Returns where peers' messages go, to be read as a build reads them that knows `format`.
+    fn inbox(&self, format: u8, witness: Option<Arc<dyn Witness>>) -> Arc<GossipInbox> {
         Arc::new(GossipInbox {
             load: Arc::clone(self.router.load()),
             shares: Arc::clone(self.router.shares()),
@@ -185,6 +186,8 @@ impl CoreParts {
             digests: Arc::clone(&self.shared.digests),
             clocks: Arc::clone(&self.clocks),
             figures: Arc::clone(&self.figures),
+            version_max: formats::messages_known(format),
+            witness,
         })
     }
 }
@@ -221,9 +224,10 @@ impl ReplicaCore {
         let parts = CoreParts::new(&config, session, Arc::clone(&clocks), dialer);
         let first = formation::first_command(&config, session, hashing, &clock);
         let mut options = formation::raft_options(&config, transport.local_addr(), storage, &first);
-        options.labels.extend([formats::label(format)]);
+        options.labels.extend(formats::labels(format));
+        let inbox = parts.inbox(format, witness.clone());
         let machine = RouterMachine::new(Arc::clone(&parts.shared), witness).knowing(format);
-        let replica = Replica::start(options, transport, Box::new(machine), parts.inbox()).await;
+        let replica = Replica::start(options, transport, Box::new(machine), inbox).await;
         let replica = replica.map_err(explain_start)?;
         let scaling = Scaling::new(&config, scale);
         let port = LogPort::new(

@@ -28,7 +28,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::clocks::ClusterClocks;
-use super::formats::{self, VERSION_FIGURES};
+use super::formats::{self, SHARES_SINCE_FORMAT, VERSION_FIGURES, VERSION_SHARES};
+use super::machine::Witness;
 use super::ticks::every;
 
 /// Interval at which this replica's load and backlog are checked.
@@ -37,10 +38,6 @@ const INTERVAL: Duration = Duration::from_millis(20);
 const VERSION_IDLE: u8 = 1;
 /// Version of a message with a backlog.
 const VERSION_BACKLOGGED: u8 = 2;
-/// Version of a message with shares.
-const VERSION_SHARES: u8 = 3;
-/// Builds that know this format of the log know messages with shares.
-const SHARES_SINCE_FORMAT: u8 = 4;
 /// Maximum length of the backlog in a message, in bytes.
 const BACKLOG_BYTES_MAX: usize = u16::MAX as usize;
 const _: () = assert!(backlog::REPORT_BYTES_MAX <= BACKLOG_BYTES_MAX);
@@ -59,12 +56,21 @@ pub(super) struct GossipInbox {
     pub(super) figures: Arc<FigureBoard>,
     /// Compares the peers' clocks with this replica's.
     pub(super) clocks: Arc<ClusterClocks>,
+    /// Newest version of messages that is read: that of this build, except in simulations of
+    /// several builds.
+    pub(super) version_max: u8,
+    /// Hears of messages that are not read.
+    pub(super) witness: Option<Arc<dyn Witness>>,
 }
 
 impl PeerHandler for GossipInbox {
     fn message(&self, from: u8, bytes: &[u8]) {
-        let Some(message) = GossipMessage::read(bytes) else {
+        let is_known = bytes.first().is_none_or(|version| *version <= self.version_max);
+        let Some(message) = GossipMessage::read(bytes).filter(|_| is_known) else {
             tracing::warn!(peer = from, "could not decode a peer's message");
+            if let Some(witness) = &self.witness {
+                witness.message_unreadable(from);
+            }
             return;
         };
         let (peer, now) = (ReplicaId(from), Instant::now());

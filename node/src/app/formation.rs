@@ -48,7 +48,6 @@ pub(super) fn raft_options(
             url(config.listen.admin.port(), admin.is_some()),
         ),
         ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
-        formats::messages_label(),
     ];
     let labels: BTreeMap<_, _> = labels.into_iter().chain(set).collect();
     let formation = match &config.formation {

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use api::routing::Dispatcher;
 use raft::{Member, Replica, Status};
-use state::codec::{FORMAT_VERSION_COMMON, format_of};
+use state::codec::{FORMAT_VERSION, FORMAT_VERSION_COMMON, format_of};
 use state::command::Command;
 use tokio_util::sync::CancellationToken;
 
@@ -25,19 +25,31 @@ const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 const BELIEFS_SINCE_FORMAT: u8 = 10;
 /// Name of the label.
 const LABEL: &str = "format";
+/// Version of messages between replicas with shares, which builds know that know
+/// [`SHARES_SINCE_FORMAT`].
+pub(super) const VERSION_SHARES: u8 = 3;
 /// Newest version of the messages between replicas that this build reads: those with figures.
 pub(super) const VERSION_FIGURES: u8 = 4;
-/// Name of the label with that version.
+/// Builds that know this format of the log know messages with shares.
+pub(super) const SHARES_SINCE_FORMAT: u8 = 4;
+/// Name of the label with the newest version of messages.
 const MESSAGES_LABEL: &str = "messages";
 
-/// Returns the label of a build that knows this format.
-pub(super) fn label(own: u8) -> (String, String) {
-    (LABEL.to_owned(), own.to_string())
+/// Returns the newest version of messages that a build reads which knows this format. Builds before
+/// this one are those that simulations mix: some of them knew this format and not these messages, so
+/// they are taken not to know them.
+pub(super) fn messages_known(format: u8) -> u8 {
+    match format {
+        FORMAT_VERSION.. => VERSION_FIGURES,
+        SHARES_SINCE_FORMAT.. => VERSION_SHARES,
+        _ => VERSION_SHARES - 1,
+    }
 }
 
-/// Returns the label of the messages that this build can read.
-pub(super) fn messages_label() -> (String, String) {
-    (MESSAGES_LABEL.to_owned(), VERSION_FIGURES.to_string())
+/// Returns the labels of a build that knows this format.
+pub(super) fn labels(own: u8) -> [(String, String); 2] {
+    let label = |name: &str, known: u8| (name.to_owned(), known.to_string());
+    [label(LABEL, own), label(MESSAGES_LABEL, messages_known(own))]
 }
 
 /// Whether all members have announced that they can read messages of this version. Only asked of
@@ -107,7 +119,6 @@ fn known(member: &Member) -> u8 {
 #[cfg(test)]
 mod tests {
     use raft::Role;
-    use state::codec::FORMAT_VERSION;
     use state::ids::{ApiKeyId, RestoreId};
 
     use super::*;

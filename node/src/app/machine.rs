@@ -41,6 +41,9 @@ pub trait Witness: Send + Sync + 'static {
 
     /// The state was replaced by that of a snapshot.
     fn restored(&self, state: &RouterState);
+
+    /// A message of this peer could not be decoded.
+    fn message_unreadable(&self, from: u8);
 }
 
 /// State machine that applies the log to the shared state.

@@ -59,6 +59,10 @@ impl Witness for Heard {
     }
 
     fn restored(&self, _state: &RouterState) {}
+
+    fn message_unreadable(&self, from: u8) {
+        panic!("this build cannot read a message of {from}");
+    }
 }
 
 /// The next request of one of a few conversations.
