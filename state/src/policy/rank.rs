@@ -129,6 +129,12 @@ pub(super) struct Rank {
 }
 
 impl Rank {
+    /// Whether this rank is better than `other`.
+    fn is_better(&self, other: &Self) -> bool {
+        let by_score = || (self.score, self.then) < (other.score, other.then);
+        self.tier < other.tier || self.tier == other.tier && by_score()
+    }
+
     /// Returns a rank in the first tier without a second score.
     pub(super) fn first(score: u64, reason: Reason) -> Self {
         Self {
@@ -208,9 +214,13 @@ pub(super) fn pick(
     for (place, candidate) in candidates.iter().enumerate() {
         ranked[place] = ranks.rank(place, candidate);
     }
-    let best = *ranked
-        .iter()
-        .min_by_key(|rank| (rank.tier, rank.score, rank.then))?;
+    // Not `min_by_key`, which copies a key and its padding for each.
+    let mut best = ranked.first()?;
+    for rank in ranked.iter() {
+        if rank.is_better(best) {
+            best = rank;
+        }
+    }
     let limit = ranks.near_limit(best.score);
     let mut near = 0_usize;
     let mut chosen: Option<(u32, u64, Reverse<Slot>, &Candidate)> = None;
