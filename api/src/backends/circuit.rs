@@ -25,7 +25,7 @@ use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, UserKey};
 use tokio::time::Instant;
 
-use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering::Relaxed};
+use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering::Relaxed};
 
 /// Number of last attempts at a backend that are considered.
 const RECENT_MAX: usize = 20;
@@ -112,6 +112,8 @@ struct BreakerCell {
 /// All circuit breakers, by slot.
 pub(super) struct CircuitBreakers {
     cells: Box<[BreakerCell]>,
+    /// Cells whose circuit is not closed.
+    not_closed: AtomicUsize,
     settings: CircuitSettings,
     began: Instant,
 }
@@ -141,6 +143,7 @@ impl CircuitBreakers {
     pub(super) fn of_slots(slots: usize, settings: CircuitSettings) -> Self {
         Self {
             cells: (0..slots).map(|_| BreakerCell::default()).collect(),
+            not_closed: AtomicUsize::new(0),
             settings,
             began: Instant::now(),
         }
@@ -154,6 +157,10 @@ impl CircuitBreakers {
         user: impl FnOnce() -> UserKey,
         now: Instant,
     ) -> bool {
+        // Asked of every backend at every decision, and mostly all are closed.
+        if self.not_closed.load(Relaxed) == 0 {
+            return true;
+        }
         let Some(cell) = self.cell(backend) else {
             return true;
         };
@@ -207,7 +214,7 @@ impl CircuitBreakers {
         }
         circuit.trials += 1;
         circuit.trial = Some((circuit.trials, user));
-        cell.pause(self.micros(now + self.settings.backoff_max));
+        self.pause(cell, self.micros(now + self.settings.backoff_max));
         BreakerState::HalfOpen(HalfOpenProbe {
             circuits: Arc::clone(self),
             backend,
@@ -229,7 +236,7 @@ impl CircuitBreakers {
         if cell.closed_until_us.load(Relaxed) == 0 {
             circuit.openings = 1;
             circuit.opened_us = self.micros(now).max(1);
-            cell.pause(self.micros(now));
+            self.pause(cell, self.micros(now));
         }
         drop(circuit);
         self.enter(backend, user, now)
@@ -247,11 +254,11 @@ impl CircuitBreakers {
         };
         let mut circuit = cell.lock();
         if circuit.backend != Some(backend) {
-            cell.close(&mut circuit, backend);
+            self.close(cell, &mut circuit, backend);
         }
         let was_open = circuit.openings > 0;
         if was_open {
-            cell.close(&mut circuit, backend);
+            self.close(cell, &mut circuit, backend);
         }
         circuit.note(Some(user), false);
         circuit.answered_us = Some(self.micros(now));
@@ -280,7 +287,7 @@ impl CircuitBreakers {
         };
         let mut circuit = cell.lock();
         if circuit.backend != Some(backend) {
-            cell.close(&mut circuit, backend);
+            self.close(cell, &mut circuit, backend);
         }
         if user.is_none() {
             circuit.answered_us = None;
@@ -314,7 +321,7 @@ impl CircuitBreakers {
         circuit.blamed = user
             .filter(|_| is_trial && !is_alone)
             .map(|user| (user, self.micros(now + 2 * pause)));
-        cell.pause(self.micros(now + pause));
+        self.pause(cell, self.micros(now + pause));
         true
     }
 
@@ -328,6 +335,21 @@ impl CircuitBreakers {
             recent_failures: circuit.failures(),
             openings_in_row: circuit.openings,
             pause_ms: until_us.saturating_sub(self.micros(now)).div_ceil(1000),
+        }
+    }
+
+    /// Makes it the closed circuit of `backend`. `circuit` is that of `cell`.
+    fn close(&self, cell: &BreakerCell, circuit: &mut CircuitBreaker, backend: BackendRef) {
+        *circuit = circuit.anew(backend);
+        if cell.closed_until_us.swap(0, Relaxed) != 0 {
+            self.not_closed.fetch_sub(1, Relaxed);
+        }
+    }
+
+    /// Has no request pass before `until_us`. The circuit of `cell` is locked.
+    fn pause(&self, cell: &BreakerCell, until_us: u64) {
+        if cell.closed_until_us.swap(until_us.max(1), Relaxed) == 0 {
+            self.not_closed.fetch_add(1, Relaxed);
         }
     }
 
@@ -413,16 +435,6 @@ impl BreakerCell {
         // Every change leaves it well formed.
         self.circuit.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    /// Makes it the closed circuit of `backend`.
-    fn close(&self, circuit: &mut CircuitBreaker, backend: BackendRef) {
-        *circuit = circuit.anew(backend);
-        self.closed_until_us.store(0, Relaxed);
-    }
-
-    fn pause(&self, until_us: u64) {
-        self.closed_until_us.store(until_us.max(1), Relaxed);
-    }
 }
 
 impl fmt::Debug for HalfOpenProbe {
@@ -440,7 +452,7 @@ impl Drop for HalfOpenProbe {
         let is_current = circuit.trial.is_some_and(|(it, _)| it == self.number);
         if is_current {
             circuit.trial = None;
-            cell.pause(1);
+            self.circuits.pause(cell, 1);
         }
     }
 }
