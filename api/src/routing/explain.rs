@@ -225,7 +225,7 @@ impl Decider {
             id: backend.spec.id.clone(),
             backend: backend.handle,
             facts: backend.facts.clone(),
-            verdict: FilterVerdict::Candidate,
+            verdict: FilterVerdict::OtherModel,
             matched_applied: 0,
             matched: 0,
             here: self.load.here(backend.handle),

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::adapters::{AdapterCandidate, preferred};
 use super::decide::Decider;
-use super::fleet::{DecisionScratch, RoutingTable, user_of};
+use super::fleet::{DecisionScratch, RoutingTable, ServingBackend, user_of};
 use super::verdict::FilterVerdict;
 use super::{RoutingRejection, RoutingRequest};
 use crate::backends::{Doubt, Glance};
@@ -68,7 +68,8 @@ struct FilterPass<'a, S> {
 
 impl Decider {
     /// Fills `scratch` with the backends that may take the request, with their load; `seen` hears
-    /// the verdict on the one at each place of the registry, the last one counts.
+    /// the verdict on the one at each place of the registry that serves the model, the last one
+    /// counts.
     ///
     /// # Errors
     /// [`RoutingRejection`].
@@ -236,31 +237,41 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         if ejected == Ejection::All {
             self.scratch.open.clear();
         }
+        let (fleet, model) = (self.fleet, self.ask.model);
+        let refusal = fleet.with_serving(model, |serving| self.gather_of(serving, ejected));
+        self.passed = self.scratch.candidates.len();
+        self.scratch.candidates.is_empty().then_some(refusal)
+    }
+
+    /// Gathers of those that serve the model. Answers why there is no candidate, if there is none.
+    fn gather_of(&mut self, serving: &[ServingBackend], ejected: Ejection) -> RoutingRejection {
+        let others = self.fleet.registry.backends.len() - serving.len();
+        let others = u32::try_from(others).unwrap_or(u32::MAX);
+        self.scratch.tally.add_many(FilterVerdict::OtherModel, others);
         let mut refusal = RoutingRejection::UnknownModel;
-        for (at, backend) in self.fleet.registry.backends.iter().enumerate() {
+        for backend in serving {
             let glance = self.decider.backends.glance(backend.handle.slot);
-            let verdict = self.verdict((at, backend), glance, ejected);
-            (self.seen)(at, verdict);
+            let verdict = self.verdict(backend, glance, ejected);
+            (self.seen)(backend.at, verdict);
             self.scratch.tally.add(verdict);
             match (verdict, glance) {
                 (FilterVerdict::Candidate, Some(glance)) => {
-                    self.scratch.places.push(at);
+                    self.scratch.places.push(backend.at);
                     self.scratch.has_adapters |= glance.has_adapters;
-                    self.scratch.has_rooms |= self.decider.needs_another(backend, self.ask);
-                    let is_model_listed = backend.lists(self.ask.model);
-                    self.scratch.has_listed |= is_model_listed;
+                    self.scratch.has_rooms |= self.needs_another(backend);
+                    self.scratch.has_listed |= backend.is_listed;
                     self.scratch.candidates.push(Candidate {
                         slot: backend.handle.slot,
                         waiting: glance.waiting,
                         kv_usage_permille: glance.kv_usage_permille,
-                        is_model_listed,
+                        is_model_listed: backend.is_listed,
                         ..Candidate::default()
                     });
                 }
                 (FilterVerdict::NotOffered, _) if refusal == RoutingRejection::UnknownModel => {
                     refusal = RoutingRejection::NoneOffered;
                 }
-                (FilterVerdict::OtherModel | FilterVerdict::NotOffered, _) => {}
+                (FilterVerdict::NotOffered, _) => {}
                 (FilterVerdict::Tried, _) => refusal = RoutingRejection::AllTried,
                 (FilterVerdict::CircuitOpen, _) if ejected == Ejection::All => {
                     let opened_at = self.decider.backends.opened_at(backend.handle);
@@ -273,20 +284,30 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
                 _ => {}
             }
         }
-        self.passed = self.scratch.candidates.len();
-        self.scratch.candidates.is_empty().then_some(refusal)
+        refusal
+    }
+
+    /// Whether its engine can do nothing of this request without another.
+    fn needs_another(&self, backend: &ServingBackend) -> bool {
+        let needs = || (self.decider).needs_another(self.registered(backend), self.ask);
+        backend.role != BackendRole::Both && needs()
+    }
+
+    fn registered(&self, backend: &ServingBackend) -> &Backend {
+        &self.fleet.registry.backends[backend.at]
     }
 
     fn verdict(
         &self,
-        (at, backend): (usize, &Backend),
+        backend: &ServingBackend,
         glance: Option<Glance>,
         ejected: Ejection,
     ) -> FilterVerdict {
         let user = || user_of(self.fleet, self.ask);
         let is_up = |glance: Glance| {
             let (backends, doubt) = (&self.decider.backends, self.scratch.doubt);
-            glance.is_healthy || backends.is_doubted(backend, glance, doubt, self.now)
+            let doubted = || backends.is_doubted(self.registered(backend), glance, doubt, self.now);
+            glance.is_healthy || doubted()
         };
         let is_open = |handle: BackendRef| match ejected {
             Ejection::All => !self.decider.backends.is_let_through(handle, user, self.now),
@@ -297,15 +318,13 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
                 .any(|(_, slot)| *slot == handle.slot),
             Ejection::None => false,
         };
-        if !backend.serves(self.ask.model) {
-            FilterVerdict::OtherModel
-        } else if !self.is_offered(at) {
+        if !self.is_offered(backend.at) {
             FilterVerdict::NotOffered
         } else if self.ask.excluded.contains(&backend.handle.slot) {
             FilterVerdict::Tried
         } else if !glance.is_some_and(is_up) {
             FilterVerdict::Unhealthy
-        } else if backend.draining && !planted::is(Bug::DrainingChosen) {
+        } else if backend.is_draining && !planted::is(Bug::DrainingChosen) {
             FilterVerdict::Draining
         } else if is_open(backend.handle) {
             FilterVerdict::CircuitOpen
@@ -323,13 +342,13 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     }
 
     /// Whether it can have a part in the request on the side that is looked at.
-    fn is_of_side(&self, backend: &Backend) -> bool {
-        let is_prefill = backend.spec.role == BackendRole::Prefill;
-        let decider = self.decider;
+    fn is_of_side(&self, backend: &ServingBackend) -> bool {
+        let is_prefill = backend.role == BackendRole::Prefill;
+        let handover = || self.decider.handover(self.registered(backend));
         match self.side {
-            Side::Answers => !is_prefill || !decider.needs_another(backend, self.ask),
+            Side::Answers => !is_prefill || !self.needs_another(backend),
             Side::Prefill(None) => is_prefill,
-            Side::Prefill(Some(by)) => is_prefill && decider.handover(backend) == by,
+            Side::Prefill(Some(by)) => is_prefill && handover() == by,
         }
     }
 

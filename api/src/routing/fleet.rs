@@ -35,6 +35,25 @@ pub(super) struct RoutingTable {
     has_prefill: bool,
     /// Blocks of the smallest cache; `None`: none is known.
     smallest_cache: Option<u32>,
+    /// Who serves the models that were asked for.
+    serving: ArcSwap<BTreeMap<String, Arc<[ServingBackend]>>>,
+}
+
+/// Most models of which it is remembered who serves them. An engine that has not been probed yet may
+/// serve any.
+const SERVED_MODELS_MAX: usize = 256;
+
+/// A backend that serves a model, with what the filters ask of each of them: in one row, as the
+/// registry's entries lie far apart.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ServingBackend {
+    /// Place in the registry.
+    pub(super) at: usize,
+    pub(super) handle: BackendRef,
+    /// Whether its engine lists the model.
+    pub(super) is_listed: bool,
+    pub(super) is_draining: bool,
+    pub(super) role: BackendRole,
 }
 
 impl RoutingTable {
@@ -62,8 +81,44 @@ impl RoutingTable {
                 .map(|backend| endpoint_of(&backend.spec.url))
                 .collect(),
             meters: ids().map(|id| metrics.meter(id)).collect(),
+            serving: ArcSwap::default(),
             registry,
         }
+    }
+
+    /// Calls `read` with the backends that serve `model`, by place in the registry.
+    pub(super) fn with_serving<R>(
+        &self,
+        model: &str,
+        read: impl FnOnce(&[ServingBackend]) -> R,
+    ) -> R {
+        let known = self.serving.load();
+        if let Some(serving) = known.get(model) {
+            return read(serving);
+        }
+        let serving = self.find_serving(model);
+        // Nobody's models are not remembered, as clients can name any number of them.
+        if !serving.is_empty() && known.len() < SERVED_MODELS_MAX {
+            self.serving.rcu(|known| {
+                let mut known = BTreeMap::clone(known);
+                known.insert(model.to_owned(), Arc::from(&*serving));
+                known
+            });
+        }
+        read(&serving)
+    }
+
+    fn find_serving(&self, model: &str) -> Vec<ServingBackend> {
+        let backends = self.registry.backends.iter().enumerate();
+        let serving = backends.filter(|(_, backend)| backend.serves(model));
+        let serving = serving.map(|(at, backend)| ServingBackend {
+            at,
+            handle: backend.handle,
+            is_listed: backend.lists(model),
+            is_draining: backend.draining,
+            role: backend.spec.role,
+        });
+        serving.collect()
     }
 
     pub(super) fn meter(&self, backend: BackendRef) -> Option<Arc<BackendMeter>> {

@@ -63,8 +63,12 @@ pub(super) struct FilterCounts([u32; FilterVerdict::FILTERS.len()]);
 
 impl FilterCounts {
     pub(super) fn add(&mut self, verdict: FilterVerdict) {
+        self.add_many(verdict, 1);
+    }
+
+    pub(super) fn add_many(&mut self, verdict: FilterVerdict, backends: u32) {
         if let Some(count) = (verdict as usize).checked_sub(1) {
-            self.0[count] += 1;
+            self.0[count] += backends;
         }
     }
 
