@@ -30,7 +30,7 @@ pub struct AdmissionForm {
     #[default(AdmissionSettings::default().order)]
     pub order: Order,
     /// Maximum number of concurrent requests per backend. `adaptive`: as many as its memory and
-    /// `sla.inter_token` allow, as far as those are known.
+    /// `sla.inter_token` allow, once those are known.
     #[default(Parsed(AdmissionSettings::default().concurrency))]
     pub concurrency: Parsed<Slots>,
     /// Maximum number of waiting requests per model and replica; further ones get a 503. Each takes
@@ -42,11 +42,12 @@ pub struct AdmissionForm {
     /// longer gets it immediately.
     #[default(ms(AdmissionSettings::default().wait_ms_max))]
     pub max_wait: Parsed<LongSpan>,
-    /// Which prompt tokens are charged: the uncached ones, all, or all with cached ones at a tenth.
+    /// Which prompt tokens are charged: only uncached ones, all, or all with cached ones at a
+    /// tenth.
     #[default(AdmissionSettings::default().charge)]
     pub charge: ChargeInput,
-    /// How replicas keep one order while requests wait: `gate` (each replica decides, bounded by
-    /// what waits elsewhere) or `log` (exact, at one commit per dispatch).
+    /// How replicas keep one order while requests wait: `gate` (each replica decides, within a
+    /// bound set by what waits elsewhere) or `log` (exact, at the cost of one commit per dispatch).
     #[default(AdmissionSettings::default().grants)]
     pub grants: Grants,
     /// Slack of the gate: how far above the lowest waiting user's counter another user may still be
@@ -91,7 +92,7 @@ pub struct SlaForm {
     #[schemars(range(min = 1, max = BATCH_MAX))]
     #[default(SlaSettings::default().batch_max)]
     pub max_batch: u32,
-    /// Safety margin of the memory limit, in thousandths of a standard deviation: with 1645
+    /// Safety margin of the memory limit, in thousandths of a standard deviation: with 1645,
     /// requests exceed the cache with a probability of 5 %.
     #[schemars(range(max = MEMORY_Z_MILLI_MAX))]
     #[default(SlaSettings::default().memory_z_milli)]
@@ -102,7 +103,7 @@ pub struct SlaForm {
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UserLimitsForm {
-    /// Requests per window for users without limits of their own. Default: unlimited.
+    /// Requests per window for users without their own limits. Default: unlimited.
     #[schemars(range(min = 1))]
     pub requests: Option<u32>,
     /// Tokens per window, not counting cached ones. Default: unlimited.

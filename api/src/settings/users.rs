@@ -20,16 +20,17 @@ use super::schema::{SettingFault, schema_of};
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UserDefaultsForm {
-    /// Share of service relative to other users, in thousandths, of users without a weight of their
-    /// own. Like all keys of `[users.defaults]`, it is read when a cluster is created; later use
+    /// Share of service, relative to other users and in thousandths, of users without their own
+    /// weight. Like all keys of `[users.defaults]`, it is read when a cluster is created; later use
     /// `quorate user defaults set` or `PUT /admin/v1/user-defaults`.
     #[schemars(range(min = 1))]
     #[default(WEIGHT_MILLI_DEFAULT)]
     pub weight_milli: u32,
-    /// Whether users without a setting of their own share cached blocks: `shared` or `isolated`
+    /// Whether users without their own setting share cached blocks: `shared` or `isolated`
     /// (docs/guide/security.md).
     pub cache: DefaultCache,
-    /// With `isolated`: the group in which they share them. Default: none, each is alone.
+    /// With `isolated`: the group within which they share blocks. Default: none, each user is
+    /// alone.
     #[schemars(length(min = 1))]
     pub cache_group: Option<String>,
     /// Limits of users without limits of their own: the same as `[admission.user_limits]`.

@@ -9,23 +9,23 @@ use smart_default::SmartDefault;
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EppConfig {
-    /// Most endpoints that a gateway is told for one request, the best first: it may go to the next
-    /// where it cannot reach the one before.
+    /// Maximum number of endpoints returned to a gateway for one request, best first: if it cannot
+    /// reach one, it may use the next.
     #[schemars(range(min = 1, max = 16))]
     #[default(PickerSettings::default().endpoints_max)]
     pub endpoints: usize,
-    /// How gateways send the bodies of requests that do not tell it: `full-duplex-streamed`,
-    /// `streamed` or `buffered`.
+    /// How gateways send request bodies if they do not say: `full-duplex-streamed`, `streamed` or
+    /// `buffered`.
     pub request_bodies: BodyModeName,
-    /// The same of answers.
+    /// The same for answer bodies.
     pub answer_bodies: BodyModeName,
-    /// Header, and key of metadata, with the endpoints that a request is to go to.
+    /// Header, and metadata key, that names the endpoints for a request.
     #[default(PickerSettings::default().destination.to_string())]
     pub destination: String,
     /// Namespace of the metadata about endpoints.
     #[default(PickerSettings::default().namespace)]
     pub namespace: String,
-    /// Key in `namespace` by which a gateway tells which endpoint has answered.
+    /// Key in `namespace` in which a gateway reports the endpoint that answered.
     #[default(PickerSettings::default().served)]
     pub served: String,
     /// Namespace of the metadata that restricts the choice.

@@ -34,12 +34,11 @@ const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ConfigFile {
-    /// Start although a listener that others can reach is not protected: `listen.admin` off loopback
+    /// Start even if a listener that others can reach is not protected: `listen.admin` off loopback
     /// without `admin.tokens_file` or `tls.admin.client_ca_file`, or without `[tls.admin]` or
     /// `tls.admin.terminated_upstream`, or `listen.peer` without `[tls.peer]` or
-    /// `cluster.secret_file`.
-    /// The log, `/readyz`, `quorate status` and the metric `quorate_insecure` then say so. The same
-    /// as `quorate serve --insecure`.
+    /// `cluster.secret_file`. The log, `/readyz`, `quorate status` and the metric
+    /// `quorate_insecure` then say so. The same as `quorate serve --insecure`.
     pub insecure: bool,
     /// Identity and storage of this replica.
     pub node: NodeConfig,
@@ -93,11 +92,11 @@ pub struct ConfigFile {
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct NodeConfig {
-    /// This replica's id, unique in the cluster; or `from-hostname`: one more than the number behind
-    /// the last `-` of the host's name, as the pods of a StatefulSet have it (`quorate-0` is 1).
+    /// This replica's id, unique in the cluster; or `from-hostname`: the number after the last `-`
+    /// of the host name, plus one, for the pods of a StatefulSet (`quorate-0` is 1).
     #[default(Parsed(IdSource::Number(ReplicaId(0))))]
     pub id: Parsed<NodeId>,
-    /// Directory of the log, the vote and the snapshots.
+    /// Directory for the log, the vote and the snapshots.
     #[default("/var/lib/quorate".into())]
     pub data_dir: PathBuf,
 }
@@ -116,7 +115,7 @@ pub struct ListenConfig {
     #[default(loopback(8082))]
     pub peer: Parsed<Address>,
     /// Listener for gateways that ask which engine a request goes to: an endpoint picker of the
-    /// Gateway API Inference Extension, by gRPC, usually at port 9002. Default: none. See
+    /// Gateway API Inference Extension, over gRPC, usually on port 9002. Default: none. See
     /// docs/guide/gateways.md.
     pub epp: Option<Parsed<Address>>,
     /// Host under which other replicas reach this one, without a port. Default: the address of
@@ -142,18 +141,18 @@ pub struct ClusterConfig {
     pub bootstrap_expect: Option<u8>,
     /// Join an existing cluster through any of these; instead of `peers`.
     pub join: Vec<Parsed<HostPort>>,
-    /// Let a replica that lost its data directory come back under its id: the leader removes the
-    /// member that it was, unless that one still runs, and adds it anew. Set it on all replicas, and
-    /// only where something keeps two replicas from running under one id, as a StatefulSet does.
+    /// Let a replica that lost its data directory rejoin under its id: the leader removes the old
+    /// member, unless that one still runs, and adds the new one. Set it on all replicas, and only
+    /// if something, such as a StatefulSet, keeps two replicas from running under one id.
     pub replace_lost: bool,
-    /// Let the leader make learners voters by itself: as many that an odd number of replicas votes,
-    /// up to `voters_max`. Without it, `quorate member promote` does. Set it on all replicas, and
-    /// only with `secret_file` or `[tls.peer]`: whoever is let in gets a vote.
+    /// Let the leader promote learners to voters automatically, keeping the number of voters odd
+    /// and at most `voters_max`. Without it, use `quorate member promote`. Set it on all replicas,
+    /// and only with `secret_file` or `[tls.peer]`: any replica that may join becomes a voter.
     pub auto_promote: bool,
-    /// How long a learner must have kept up with the log before it is given a vote.
+    /// How long a learner must keep up with the log before it is promoted.
     #[default(ms(10_000))]
     pub promote_after: Parsed<Span>,
-    /// Most voters that there are by `auto_promote`. Further replicas serve as learners.
+    /// Maximum number of voters under `auto_promote`. Further replicas serve as learners.
     #[schemars(range(min = 1))]
     #[default(5)]
     pub voters_max: u8,
@@ -163,7 +162,7 @@ pub struct ClusterConfig {
     /// Also talk to replicas that do not have the secret. Only for adding a secret to a running
     /// cluster.
     pub secret_optional: bool,
-    /// Interval at which learned facts are proposed to the log.
+    /// Interval at which a replica proposes what it learned to the log.
     #[default(ms(20))]
     pub flush_interval: Parsed<Span>,
     /// Interval of the leader's heartbeats. Must exceed a round trip between replicas: an
@@ -189,15 +188,15 @@ pub struct ClusterConfig {
 #[serde(default, deny_unknown_fields)]
 pub struct StatefulSetConfig {
     /// Name of the StatefulSet whose pods the replicas are, with `node.id = "from-hostname"`. A
-    /// replica beyond its `replicas` leaves the cluster for good when it is stopped, and one that
-    /// was removed and is within them asks to be let in again. Not set: operators do both.
+    /// replica beyond its `replicas` leaves the cluster for good when it is stopped, and a removed
+    /// replica within them asks to rejoin. Not set: operators do both.
     pub name: Option<String>,
-    /// Its namespace. Default: the one that this replica's pod is in.
+    /// Namespace of the StatefulSet. Default: that of this replica's pod.
     pub namespace: Option<String>,
-    /// How long a member beyond `replicas` must have been away before the leader removes it.
+    /// How long a member beyond `replicas` must be absent before the leader removes it.
     #[default(ms(60_000))]
     pub remove_absent_after: Parsed<Span>,
-    /// URL of the API server. Default: that of the cluster that the pod runs in.
+    /// URL of the API server. Default: that of the pod's cluster.
     pub api_server: Option<Parsed<EngineUrl>>,
     /// File with the token for the API server.
     #[default(format!("{SERVICE_ACCOUNT}/token").into())]
@@ -219,9 +218,9 @@ pub struct RoutingConfig {
     pub allow_override: bool,
     /// Let requests select backends by label with `x-quorate-select: key=value,...`.
     pub allow_select: bool,
-    /// Longest queue at which a request for a LoRA adapter is kept to the engines that have it in
-    /// memory: requests waiting in the engine, and here for the adapter. Beyond it any engine may
-    /// load it.
+    /// Longest queue at which a request for a LoRA adapter is restricted to the engines that have
+    /// it in memory: requests waiting in the engine, and here for the adapter. Beyond it, any
+    /// engine may load the adapter.
     #[default(api::backends::QUEUEING_THRESHOLD_LORA)]
     pub queueing_threshold_lora: u32,
     /// Let `cost` use prices learned per backend instead of its settings. Read when a cluster is
@@ -247,15 +246,15 @@ pub struct ModelConfig {
     pub name: String,
     /// How prompts are tokenized: `character` (not at all), `tiktoken:cl100k_base`,
     /// `tiktoken:o200k_base`, `huggingface:FILE` with the path of a `tokenizer.json`, `engine` (by
-    /// the engine's `/tokenize`), or `engine:FILE` (by that file where no engine answers). See
+    /// the engine's `/tokenize`), or `engine:FILE` (by that file if no engine answers). See
     /// docs/guide/tokenizers.md.
     #[default(Parsed(TokenizerSpec::Character))]
     pub tokenizer: Parsed<TokenizerName>,
     /// Chat template for `huggingface` and `engine:FILE`. Default: `chat_template.jinja`, else
     /// `tokenizer_config.json`, in the tokenizer's directory.
     pub chat_template: Option<PathBuf>,
-    /// Block size in tokens, or in bytes for `character`. Default: as the model's engines say, 16
-    /// before any of them has; 128 for `character`. With `kv_events` it must divide the engine's.
+    /// Block size in tokens, or in bytes for `character`. Default: as the model's engines report,
+    /// 16 until one has; 128 for `character`. With `kv_events` it must divide the engine's.
     #[schemars(range(min = 1, max = 65_536))]
     pub block_size: Option<u32>,
     /// Routing policy of this model, with the settings of its `[routing.NAME]` table. Default:
@@ -266,10 +265,10 @@ pub struct ModelConfig {
     /// Labels that a backend must have to serve this model.
     pub select: BTreeMap<String, String>,
     /// Whether prompts go through a backend with `role = "prefill"` first: `off`, `always`, or
-    /// `auto`, if more than `disaggregate_above_tokens` of them are not cached. Without such
-    /// backends it has no effect. Read by each replica.
+    /// `auto`, if more than `disaggregate_above_tokens` of their tokens are not cached. Without
+    /// such backends it has no effect. Each replica has its own setting.
     pub disaggregate: Disaggregate,
-    /// Uncached prompt tokens above which `auto` takes two backends.
+    /// Uncached prompt tokens above which `auto` uses two backends.
     #[default(PairSettings::ABOVE_TOKENS_DEFAULT)]
     pub disaggregate_above_tokens: u32,
 }
@@ -279,12 +278,11 @@ pub struct ModelConfig {
 #[serde(default, deny_unknown_fields)]
 pub struct BackendConfig {
     /// Id of the backend: letters, digits, `.`, `_`, `-`. Backends listed here that are missing are
-    /// registered at every start, unless they were removed through the admin API; what a known one
-    /// has otherwise is told (`quorate config diff`), not changed.
+    /// registered at every start, unless they were removed through the admin API; differences in
+    /// known ones are reported (`quorate config diff`), not applied.
     pub id: String,
     /// Address of the engine: `http://host:port` or `https://host:port`, with a path prefix if its
-    /// API is below one. The port is 80 or 443 by default. A host name is looked up again every
-    /// 30 s.
+    /// API has one. The port is 80 or 443 by default. A host name is resolved again every 30 s.
     pub url: Parsed<EngineUrl>,
     /// Model ids it serves; `*`: those the engine lists.
     #[schemars(length(min = 1))]
@@ -297,19 +295,20 @@ pub struct BackendConfig {
     /// `url`, never to a backend registered elsewhere through the admin API. Default: see
     /// `probes.api_key_file` and `users.api_keys_file`.
     pub api_key_file: Option<PathBuf>,
-    /// File with headers, `name: value` a line, that the engine gets with probes and requests in
-    /// place of the client's key and of headers with these names; instead of `api_key_file`, with
-    /// the same rules.
+    /// File with headers, one `name: value` per line, sent to the engine with probes and requests
+    /// in place of the client's key and of headers with these names; instead of `api_key_file`,
+    /// with the same rules.
     pub headers_file: Option<PathBuf>,
-    /// Name that the engine's certificate must be for. It is of this replica, for this `url`.
-    /// Default: the host of the URL.
+    /// Name that the engine's certificate must be for. It applies to this replica and this `url`
+    /// only. Default: the host of the URL.
     pub server_name: Option<Parsed<Host>>,
     /// Capacity of its cache in blocks. Default: reported by the engine.
     #[schemars(range(min = 1))]
     pub capacity_blocks: Option<u32>,
-    /// Endpoint of its KV events: `tcp://host:port` or `ipc:///path` where the engine listens,
-    /// `bind:tcp://address:port` where the engine connects to, or `auto` to ask the engine. Append
-    /// `?ranks=N` for N data-parallel ranks. Default: none, ownership is tracked by leases.
+    /// Endpoint of its KV events: `tcp://host:port` or `ipc:///path` if the engine listens,
+    /// `bind:tcp://address:port` if the engine connects to the replica, or `auto` to ask the
+    /// engine. Append `?ranks=N` for N data-parallel ranks. Default: none, ownership is tracked by
+    /// leases.
     pub kv_events: Option<String>,
     /// Replay endpoint of its KV events: `tcp://host:port`. Without it, any missed message ends
     /// exact ownership.
@@ -323,37 +322,38 @@ pub struct BackendConfig {
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DiscoveryConfig {
-    /// Id of the source, with which the ids of its backends begin: letters, digits, `.`, `_`, `-`.
-    /// It is kept in the cluster, so a source that gets another id is another one, and the backends
-    /// of the former stay until an operator removes them. Default: the kind.
+    /// Id of the source, and the prefix of its backends' ids: letters, digits, `.`, `_`, `-`. The
+    /// cluster stores it, so a source with a new id is a new source, and the backends of the old
+    /// one stay until an operator removes them. Default: the kind.
     pub id: Option<String>,
-    /// What the source is: `dns`, `file` or `kubernetes`. See docs/guide/discovery.md.
+    /// Kind of source: `dns`, `file` or `kubernetes`. See docs/guide/discovery.md.
     #[schemars(extend("enum" = ["dns", "file", "kubernetes"]))]
     pub kind: String,
-    /// `dns`: the name of the engines with their port, such as `engines.prod.svc:8000`; of service
+    /// `dns`: the name of the engines with their port, such as `engines.prod.svc:8000`; for service
     /// records (`records = "srv"`, or a name that begins with `_`) without a port.
     pub name: Option<String>,
-    /// `dns`: the records that are looked up: `a`, `aaaa`, `srv`, or `auto`: `srv` if the name begins
-    /// with `_`, otherwise `a`, or `aaaa` where there are none.
+    /// `dns`: the records to look up: `a`, `aaaa`, `srv`, or `auto`: `srv` if the name begins with
+    /// `_`, otherwise `a`, or `aaaa` if there are none.
     pub records: RecordsName,
-    /// `dns`: longest time between two lookups. A TTL that is shorter counts, down to 1 s.
+    /// `dns`: longest time between two lookups. A shorter TTL shortens it, down to 1 s.
     #[default(ms(10_000))]
     pub interval: Parsed<Span>,
-    /// `dns`: name server that is asked. Default: as the system's resolver is set up.
+    /// `dns`: name server to ask. Default: the system's.
     pub resolver: Option<Parsed<Address>>,
     /// `file`: the file, read again within 2 s of a change: a list of tables with the keys of
     /// `[[backends]]`, as TOML, or as JSON if its name ends in `.json`.
     pub path: Option<PathBuf>,
-    /// `kubernetes`: namespace of the pods. Default: the one that this replica's pod is in.
+    /// `kubernetes`: namespace of the pods. Default: that of this replica's pod.
     pub namespace: Option<String>,
     /// `kubernetes`: labels of the pods, such as `app=vllm,tier in (gpu)`.
     pub selector: Option<String>,
     /// `kubernetes`: name of an `InferencePool` that selects the pods; instead of `selector`.
     pub inference_pool: Option<String>,
-    /// `kubernetes`: port of the engines. Default: the target ports of the pool, each of which is one.
+    /// `kubernetes`: port of the engines. Default: the target ports of the pool, with an engine at
+    /// each.
     #[schemars(range(min = 1))]
     pub port: Option<u16>,
-    /// `kubernetes`: URL of the API server. Default: that of the cluster that the pod runs in.
+    /// `kubernetes`: URL of the API server. Default: that of the pod's cluster.
     pub api_server: Option<Parsed<EngineUrl>>,
     /// `kubernetes`: file with the token for the API server.
     #[default(format!("{SERVICE_ACCOUNT}/token").into())]
@@ -361,32 +361,32 @@ pub struct DiscoveryConfig {
     /// `kubernetes`: file with the authorities of the API server's certificate.
     #[default(format!("{SERVICE_ACCOUNT}/ca.crt").into())]
     pub ca_file: PathBuf,
-    /// `dns` and `kubernetes`: how engines are spoken to: `http` or `https`, which wants certificates
-    /// for addresses.
+    /// `dns` and `kubernetes`: scheme of the engines' URLs: `http` or `https`, which needs
+    /// certificates for addresses.
     pub scheme: SchemeName,
     /// `dns` and `kubernetes`: port of the engines' KV events, at the same address.
     #[schemars(range(min = 1))]
     pub kv_events_port: Option<u16>,
-    /// `dns` and `kubernetes`: port at which missed KV events are asked for.
+    /// `dns` and `kubernetes`: port of the replay endpoint for missed KV events.
     #[schemars(range(min = 1))]
     pub kv_replay_port: Option<u16>,
     /// Model ids that the engines serve; `*`: those that they list.
     #[schemars(length(min = 1))]
     #[default(vec!["*".to_owned()])]
     pub models: Vec<String>,
-    /// Labels of the backends; they win over those that the source tells.
+    /// Labels of the backends; they override those from the source.
     pub labels: BTreeMap<String, String>,
-    /// Stage of requests that the engines compute, as in `[[backends]]`. A pod's label `quorate.role`
-    /// and a file's entry win.
+    /// Stage of requests that the engines compute, as in `[[backends]]`. A pod's label
+    /// `quorate.role` and a file's entry override it.
     pub role: BackendRole,
     /// Capacity of each engine's cache in blocks. Default: reported by the engine.
     #[schemars(range(min = 1))]
     pub capacity_blocks: Option<u32>,
-    /// How long a backend that its source does not tell of drains before it is removed.
+    /// How long a backend that its source no longer lists drains before it is removed.
     #[default(ms(30_000))]
     pub remove_after: Parsed<Span>,
-    /// The part of a source's backends that may drain at once because the source does not tell of
-    /// them, or says that they are not ready. The others stay until those are gone.
+    /// Largest fraction of a source's backends that may drain at once because the source no longer
+    /// lists them, or says that they are not ready. The others stay until those are gone.
     #[schemars(extend("anyOf" = [{ "type": "number", "exclusiveMinimum": 0, "maximum": 1 }, { "type": "string" }]))]
     #[default(Parsed(500))]
     pub max_remove_fraction: Parsed<FractionForm>,

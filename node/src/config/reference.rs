@@ -19,11 +19,11 @@ Each value comes from the first of these that sets it:
 4. the default
 
 Unknown keys are errors.
-Variables without `__` are no keys and ignored, as orchestrators set such ones, unless they look like a key.
+Variables without `__` are ignored, because orchestrators set such ones, unless they look like a key.
 Lists of tables (`[[models]]`, `[[backends]]`, `[[discovery]]`) can only be set in the file; `quorate serve --backend URL` adds backends.
 
 `quorate config check` reports every mistake at once, `quorate config print` shows each effective value and where it comes from, and `quorate config schema` prints a JSON Schema for editors.
-This page is made from the same source as all three.
+This page is generated from the same source as all three.
 ";
 
 fn default(value: &Value) -> String {

@@ -29,12 +29,12 @@ pub struct TlsConfig {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DataTlsConfig {
-    /// Certificate of the data listener in PEM, followed by those between it and its authority. With
-    /// it the listener speaks TLS only. It is read again when the file changes.
+    /// Certificate of the data listener in PEM, followed by its intermediates. With it, the
+    /// listener speaks TLS only. Reloaded when the file changes.
     pub cert_file: Option<PathBuf>,
-    /// Private key of the certificate, which others may not read.
+    /// Private key of the certificate. Other users must not be able to read the file.
     pub key_file: Option<PathBuf>,
-    /// Authorities in PEM. With it every client must show a certificate of one of them.
+    /// Authorities in PEM. With it, every client must present a certificate from one of them.
     pub client_ca_file: Option<PathBuf>,
 }
 
@@ -42,16 +42,16 @@ pub struct DataTlsConfig {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdminTlsConfig {
-    /// Certificate of the admin listener in PEM, followed by those between it and its authority.
-    /// With it the listener speaks TLS only. It is read again when the file changes.
+    /// Certificate of the admin listener in PEM, followed by its intermediates. With it, the
+    /// listener speaks TLS only. Reloaded when the file changes.
     pub cert_file: Option<PathBuf>,
-    /// Private key of the certificate, which others may not read.
+    /// Private key of the certificate. Other users must not be able to read the file.
     pub key_file: Option<PathBuf>,
-    /// Authorities in PEM. Who shows a certificate of one of them that names an operator of this
-    /// cluster, as `quorate cert client NAME --role ROLE` makes it, needs no token.
+    /// Authorities in PEM. A client needs no token if it presents a certificate from one of them
+    /// that names an operator of this cluster, as made by `quorate cert client NAME --role ROLE`.
     pub client_ca_file: Option<PathBuf>,
-    /// A proxy in front of the admin listener ends TLS, so that the listener may be in the clear
-    /// off loopback. Nobody but the proxy may reach it then.
+    /// A proxy in front of the admin listener terminates TLS, so the listener may run without TLS
+    /// off loopback. Make sure that only the proxy can reach it.
     pub terminated_upstream: bool,
 }
 
@@ -59,16 +59,15 @@ pub struct AdminTlsConfig {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EppTlsConfig {
-    /// Certificate of the listener for gateways in PEM, followed by those between it and its
-    /// authority. It is read again when the file changes. Default: one that this replica makes and
-    /// signs itself at each start, which gateways take that do not verify certificates, as most do
-    /// by default.
+    /// Certificate of the listener for gateways in PEM, followed by its intermediates. Reloaded
+    /// when the file changes. Default: a self-signed one, created at each start, for gateways that
+    /// do not verify certificates, which is the default of most.
     pub cert_file: Option<PathBuf>,
-    /// Private key of the certificate, which others may not read.
+    /// Private key of the certificate. Other users must not be able to read the file.
     pub key_file: Option<PathBuf>,
-    /// Authorities in PEM. With it every gateway must show a certificate of one of them.
+    /// Authorities in PEM. With it, every gateway must present a certificate from one of them.
     pub client_ca_file: Option<PathBuf>,
-    /// Speak without TLS, to gateways that do the same.
+    /// Do not use TLS, for gateways that do not use it either.
     pub in_the_clear: bool,
 }
 
@@ -92,17 +91,17 @@ impl EppTlsConfig {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PeerTlsConfig {
-    /// Certificate of this replica in PEM, followed by those between it and its authority. With it
-    /// replicas speak TLS only, and each proves to the other which one it is: the certificate must
-    /// be for `replica-ID.CLUSTER.quorate.internal` and `replica.CLUSTER.quorate.internal`, as
-    /// `quorate cert node` makes it. It is read again when the file changes.
+    /// Certificate of this replica in PEM, followed by its intermediates. With it, replicas speak
+    /// TLS only, and each proves its identity to the other: the certificate must be for
+    /// `replica-ID.CLUSTER.quorate.internal` and `replica.CLUSTER.quorate.internal`, as made by
+    /// `quorate cert node`. Reloaded when the file changes.
     pub cert_file: Option<PathBuf>,
-    /// Private key of the certificate, which others may not read.
+    /// Private key of the certificate. Other users must not be able to read the file.
     pub key_file: Option<PathBuf>,
-    /// Authorities of the replicas of this cluster in PEM; two while one follows the other.
+    /// Authorities of this cluster's replicas in PEM; two during a change from one to the other.
     pub ca_file: Option<PathBuf>,
     /// Also talk to replicas that have no certificate yet: with `cluster.secret_file` if it is set,
-    /// else in the clear. Only for moving a running cluster to certificates
+    /// otherwise without encryption. Only for moving a running cluster to certificates
     /// (docs/guide/security.md).
     pub optional: bool,
 }
@@ -124,12 +123,12 @@ impl PeerTlsConfig {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct BackendsTlsConfig {
-    /// Authorities in PEM whose engines are trusted, besides those that this host trusts.
+    /// Authorities in PEM to trust for engines, in addition to those that this host trusts.
     pub ca_file: Option<PathBuf>,
-    /// Certificate in PEM that this replica shows engines that ask for one, followed by those
-    /// between it and its authority. It is read again when the file changes.
+    /// Certificate in PEM, followed by its intermediates, that this replica presents to engines
+    /// that ask for one. Reloaded when the file changes.
     pub cert_file: Option<PathBuf>,
-    /// Private key of the certificate, which others may not read.
+    /// Private key of the certificate. Other users must not be able to read the file.
     pub key_file: Option<PathBuf>,
 }
 

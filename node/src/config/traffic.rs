@@ -22,10 +22,10 @@ use super::form::{
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AdminConfig {
-    /// File with the tokens of operators, `name:role:sha256-hex` a line; the roles are `viewer`,
+    /// File with operators' tokens, one line `name:role:sha256-hex` each; the roles are `viewer`,
     /// `operator` and `admin`. `quorate token create` makes a token and its line. Reloaded when it
-    /// changes. Without it everybody who reaches the listener may do everything, which a listener
-    /// off loopback refuses unless `insecure` is set.
+    /// changes. Without it, anybody who reaches the listener may do anything; a listener off
+    /// loopback then does not start unless `insecure` is set.
     pub tokens_file: Option<PathBuf>,
     /// Answer `GET /metrics` without a token.
     pub metrics_public: bool,
@@ -35,13 +35,13 @@ pub struct AdminConfig {
     pub hosts: Vec<Parsed<HostName>>,
     /// Engines that this replica connects to: addresses, prefixes such as `10.0.0.0/8`, host names
     /// such as `gpu-1` or `*.engines.internal`, Unix sockets of KV events such as
-    /// `ipc:///run/vllm/*`. A name is allowed if it is listed, or leads to a listed address.
-    /// Default: all, except that link-local addresses (`169.254.0.0/16`, `fe80::/10`) and other
-    /// addresses of metadata services (docs/guide/security.md) have to be listed as addresses
-    /// always.
+    /// `ipc:///run/vllm/*`. A name is allowed if it is listed, or resolves to a listed address.
+    /// Default: all. Link-local addresses (`169.254.0.0/16`, `fe80::/10`) and other addresses of
+    /// metadata services (docs/guide/security.md) must always be listed as addresses.
     pub backends_allow: Vec<Parsed<EngineRule>>,
-    /// Requests whose decisions this replica keeps in memory for `GET /admin/v1/decisions`, the
-    /// newest ones, within 64 MiB, and the blocks of their prompts, within 32 MiB; 0: none.
+    /// Number of newest requests whose decisions this replica keeps in memory for `GET
+    /// /admin/v1/decisions`, within 64 MiB, and the blocks of their prompts, within 32 MiB; 0:
+    /// none.
     #[schemars(range(max = 1_000_000))]
     #[default(10_000)]
     pub decisions: u32,
@@ -51,7 +51,7 @@ pub struct AdminConfig {
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RequestsConfig {
-    /// Additional paths to which a POST with a JSON `model` is routed, besides those in
+    /// Paths to which a POST with a JSON `model` is routed, in addition to those in
     /// docs/guide/security.md. Engines' control routes stay closed.
     pub extra_paths: Vec<Parsed<RoutedPath>>,
     /// Top-level body fields that make a request fail with a 400.
@@ -70,8 +70,8 @@ pub struct RequestsConfig {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CorsConfig {
-    /// Origins of web pages that may use this replica from a browser; `*`: any. Default: none, and
-    /// answers say nothing about origins but what engines say.
+    /// Origins of web pages that may use this replica from a browser; `*`: any. Default: none;
+    /// answers then carry only the CORS headers that engines set.
     pub allow_origins: Vec<Parsed<Origin>>,
 }
 
@@ -84,37 +84,37 @@ pub struct UsersConfig {
     /// `body:NAME`, and count only if no keys are checked.
     #[default(list(&["api_key", "header:x-quorate-user", "body:user"]))]
     pub identify_by: Vec<Parsed<Identity>>,
-    /// Addresses of load balancers and other proxies. They may name users by a header, and limits
+    /// Addresses of load balancers and other proxies. They may name users in a header, and limits
     /// per client address do not apply to them.
     #[default(IpPrefix::LOOPBACK.map(Parsed).into())]
     pub trusted_proxies: Vec<Parsed<Prefix>>,
     /// File with the accepted API keys, one per line, optionally followed by the user the key
-    /// belongs to. Keys are not forwarded to engines. Reloaded when it changes. Without it any key
+    /// belongs to. Keys are not forwarded to engines. Reloaded when it changes. Without it, any key
     /// is accepted and forwarded to the engine, which may check it, unless `require_key` is set.
-    /// Keys of the cluster (`quorate key create`, `qk-...`) are accepted besides.
+    /// Keys of the cluster (`quorate key create`, `qk-...`) are always accepted.
     pub api_keys_file: Option<PathBuf>,
     /// Refuse requests without a key of the cluster or of `api_keys_file`.
     pub require_key: bool,
-    /// What becomes of requests with a key of the cluster while this replica is cut off from it for
+    /// What to do with requests with a key of the cluster while this replica is cut off from it for
     /// longer than `stale_after`: `serve` or `refuse` (503, and the replica is not ready).
     pub when_stale: WhenStale,
     /// How long this replica may be cut off before its list of the cluster's keys is stale. After a
-    /// restart it is stale until the cluster was heard.
+    /// restart it is stale until the replica has heard from the cluster.
     #[default(ms(10_000))]
     pub stale_after: Parsed<SpanOrZero>,
-    /// What becomes of requests of isolated users (docs/guide/security.md) that no engine can keep
-    /// apart from others': `refuse` or `serve` by an engine whose cache all share.
+    /// What to do with requests of isolated users (docs/guide/security.md) if no engine can isolate
+    /// them: `refuse` or `serve` by an engine whose cache all share.
     pub when_unsalted: WhenUnsalted,
-    /// When an answer's end reaches its client: `asynchronous`, at once (a replica that dies loses
-    /// the charges of its last `cluster.flush_interval`), or `durable`, when its charge is committed
-    /// (docs/guide/admission.md).
+    /// When the end of an answer reaches its client: `asynchronous`, at once (a replica that dies
+    /// loses the charges of its last `cluster.flush_interval`), or `durable`, once its charge is
+    /// committed (docs/guide/admission.md).
     pub charges: Charges,
     /// Which headers answers carry: `none`, `basic` (`x-request-id`, `x-quorate-replica`, and
     /// `x-quorate-ignored` with the request's headers that had no effect) or `full` (also the decision, unless the request was refused: `x-quorate-backend`, `-prefill`, `-policy`,
     /// `-prefix`, `-index`). `full` lets clients learn what others asked (docs/guide/security.md).
     pub expose: Expose,
     /// Forward a client's `x-vllm-priority` header and `priority` field to engines, whatever
-    /// `requests` says. There it overtakes all other requests.
+    /// `requests` says. Such requests overtake all others there.
     pub forward_priority: bool,
     /// What users have who were not given their own.
     pub defaults: UserDefaultsForm,
@@ -127,9 +127,9 @@ pub struct LimitsConfig {
     /// Largest request body.
     #[default(Parsed(32 << 20))]
     pub max_body: Parsed<Size>,
-    /// Maximum number of client connections; beyond it the longest idle ones are closed,
-    /// first those of addresses that have more than an equal share. Lowered at start if the process
-    /// has too few file descriptors (docs/adr/0024).
+    /// Maximum number of client connections; beyond it, the longest idle ones are closed, first
+    /// those of addresses with more than an equal share. Lowered at start if the process has too
+    /// few file descriptors (docs/adr/0024).
     #[schemars(range(min = 1))]
     #[default(16_384)]
     pub max_connections: u32,
@@ -137,7 +137,7 @@ pub struct LimitsConfig {
     /// `max_connections`. Does not apply to `users.trusted_proxies`.
     #[schemars(range(min = 1))]
     pub max_connections_per_address: Option<u32>,
-    /// Maximum number of requests in flight, counted once their body has been received; as many
+    /// Maximum number of requests in flight, counted once their bodies have been received; as many
     /// more may still be uploading. Lowered like `max_connections`.
     #[schemars(range(min = 1))]
     #[default(16_384)]
@@ -167,7 +167,8 @@ pub struct LimitsConfig {
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UsageConfig {
-    /// Which usage reports to request from engines for streams, besides those the client requests.
+    /// Which usage reports to request from engines for streams, in addition to those the client
+    /// requests.
     pub splice: UsageRequest,
 }
 
@@ -214,14 +215,14 @@ pub struct ProbesConfig {
     /// serves.
     pub health_path: Option<Parsed<UrlPath>>,
     /// Panic threshold, as in Envoy: when fewer of a model's backends are healthy, in percent,
-    /// those that answered a request lately are used although their probes time out or are answered
-    /// badly; where nobody has asked lately, those that once answered are tried by single requests.
-    /// Backends that refuse connections are never used. 0 disables it.
+    /// those that answered a request lately are used even if their probes time out or get bad
+    /// answers; if there were no requests lately, those that once answered are tried with single
+    /// requests. Backends that refuse connections are never used. 0 disables it.
     #[schemars(range(max = 100))]
     #[default(50)]
     pub panic_threshold_percent: u32,
     /// File with an API key for probes, sent as `authorization: Bearer KEY` to the backends in this
-    /// file that have no `api_key_file` of their own. Default: none is sent.
+    /// file that have no `api_key_file` themselves. Default: none is sent.
     pub api_key_file: Option<PathBuf>,
 }
 
@@ -238,8 +239,8 @@ pub struct CircuitConfig {
     #[schemars(range(min = 1, max = 100))]
     #[default(50)]
     pub failure_percent: u32,
-    /// Maximum share of a model's backends whose open circuits are respected at a time, in percent.
-    /// One always may, all never.
+    /// Maximum share of a model's backends, in percent, that open circuits may exclude at a time;
+    /// always at least one, never all.
     #[schemars(range(max = 100))]
     #[default(50)]
     pub max_ejection_percent: u32,
@@ -298,9 +299,9 @@ pub struct LogConfig {
     /// answer broke off, at most 20 of either kind per second) or `all` (a line per request). Its
     /// target is `quorate::access`, its fields are in docs/reference/access-log.md.
     pub access: LoggedRequests,
-    /// File that the access log goes to; without it, it goes to stderr with the rest of the log. It
-    /// is appended to, and opened again at SIGHUP and `quorate config reload`, so that it can be
-    /// rotated. `/dev/stdout` works where stdout is a terminal, a pipe or a file.
+    /// File for the access log; without it, the access log goes to stderr with the rest of the log.
+    /// Lines are appended, and SIGHUP and `quorate config reload` reopen the file, so that it can
+    /// be rotated. `/dev/stdout` works if stdout is a terminal, a pipe or a file.
     pub access_file: Option<PathBuf>,
     /// Format of the lines of `access_file`.
     pub access_format: AccessFormat,
@@ -310,11 +311,11 @@ pub struct LogConfig {
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TracingConfig {
-    /// URL of the gRPC listener of an OTLP collector, such as `http://127.0.0.1:4317`, that spans of
-    /// requests are sent to. Without it there are none.
+    /// URL of the gRPC listener of an OTLP collector that receives requests' spans, such as
+    /// `http://127.0.0.1:4317`. Without it, there are no spans.
     pub otlp_endpoint: Option<Parsed<EngineUrl>>,
-    /// Part of the requests that are traced, of those without a `traceparent`; one with it is traced
-    /// if its client says so.
+    /// Fraction of requests without a `traceparent` to trace; a request with one is traced if its
+    /// `sampled` flag is set.
     #[default(Parsed(1_000_000))]
     pub sample: Parsed<SampleForm>,
 }

@@ -29,8 +29,8 @@ pub struct CostSettings {
     pub kv_pressure_from_permille: u32,
     /// Nanoseconds added per thousandth of KV cache usage above that.
     pub kv_pressure_ns_per_permille: u32,
-    /// Price of eviction: each block that a request would push out of a full cache costs this
-    /// share, in thousandths, of recomputing it.
+    /// Price of eviction: each block that a request would evict from a full cache costs this share,
+    /// in thousandths, of recomputing it.
     #[schemars(range(max = 1000))]
     pub eviction_permille: u32,
     /// Costs within this many thousandths of the lowest count as equal.

@@ -40,7 +40,7 @@ pub struct PrebleE2Settings {
     pub evicted_reuse_permille: u32,
     /// Nanoseconds to prefill one uncached prompt token.
     pub prefill_ns_per_token: u32,
-    /// Nanoseconds of load that each running request counts as.
+    /// Nanoseconds of load for each running request.
     pub decode_ns_per_request: u32,
     /// Costs within this many thousandths of the lowest count as equal.
     #[schemars(range(max = 1000))]

@@ -57,7 +57,7 @@ pub mod ext_proc {
 pub struct PickerSettings {
     /// Most endpoints that a gateway is told for one request, the best first.
     pub endpoints_max: usize,
-    /// Header, and key of metadata, with the endpoints that a request is to go to.
+    /// Header, and metadata key, that names the endpoints for a request.
     pub destination: HeaderName,
     /// Namespace of the metadata about endpoints.
     pub namespace: String,
