@@ -12,7 +12,7 @@ use super::table::cell;
 /// `quorate audit`.
 #[derive(Debug, clap::Args)]
 pub(super) struct AuditArgs {
-    /// Show what was asked of this replica instead, refused calls included
+    /// Show the calls to this replica instead, including refused ones
     #[arg(long)]
     calls: bool,
     /// Number of entries

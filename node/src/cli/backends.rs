@@ -37,7 +37,7 @@ const FIELDS: [&str; 7] = [
 pub(super) enum BackendCommand {
     /// List backends
     List(WatchArgs),
-    /// Show all that is known of a backend
+    /// Show everything known about a backend
     Show {
         /// Id of the backend
         id: String,
@@ -46,9 +46,9 @@ pub(super) enum BackendCommand {
     },
     /// Register a backend
     Add(AddBackendArgs),
-    /// Change a backend; what is not given stays
+    /// Change the given fields of a backend, and keep the others
     Set(SetBackendArgs),
-    /// Give a backend no new requests
+    /// Stop sending new requests to a backend
     Drain {
         /// Id of the backend
         id: String,
@@ -58,14 +58,14 @@ pub(super) enum BackendCommand {
         #[command(flatten)]
         write: WriteArgs,
     },
-    /// Give a drained backend requests again
+    /// Send requests to a drained backend again
     Undrain {
         /// Id of the backend
         id: String,
         #[command(flatten)]
         write: WriteArgs,
     },
-    /// Remove a backend with all that is known of its cache
+    /// Remove a backend, and everything known about its cache
     Remove {
         /// Id of the backend
         id: String,
@@ -92,15 +92,15 @@ pub(super) struct AddBackendArgs {
 pub(super) struct SetBackendArgs {
     /// Id of the backend
     id: String,
-    /// Base URL of the engine; another one is another engine, whose cache is empty
+    /// Base URL of the engine; a new URL means a new engine, with an empty cache
     #[arg(long)]
     url: Option<String>,
     #[command(flatten)]
     fields: BackendFields,
-    /// Put a field back to its default; may be repeated
+    /// Reset a field to its default; may be repeated
     #[arg(long, value_name = "FIELD", value_parser = FIELDS[1..].to_vec())]
     unset: Vec<String>,
-    /// Take all fields from this file, as `backend show --json` prints them; `-` is stdin
+    /// Read all fields from this file, as `backend show --json` prints them; `-` is stdin
     #[arg(long, value_name = "FILE", conflicts_with_all = ["url", "unset", "models", "labels", "capacity_blocks", "kv_events", "kv_replay", "role"])]
     file: Option<PathBuf>,
     #[command(flatten)]
@@ -110,13 +110,13 @@ pub(super) struct SetBackendArgs {
 /// Fields of a backend besides its URL.
 #[derive(Debug, clap::Args)]
 struct BackendFields {
-    /// Model that it serves; may be repeated [default: those that the engine names]
+    /// Model that it serves; may be repeated [default: those that the engine lists]
     #[arg(long = "model", value_name = "NAME")]
     models: Vec<String>,
     /// Label; may be repeated
     #[arg(long = "label", value_name = "NAME=VALUE", value_parser = label)]
     labels: Vec<(String, String)>,
-    /// Blocks that its cache holds [default: as the engine says]
+    /// Blocks that its cache holds [default: as reported by the engine]
     #[arg(long, value_name = "N")]
     capacity_blocks: Option<u32>,
     /// Endpoint of its KV events, or `auto`

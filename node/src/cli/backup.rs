@@ -40,7 +40,7 @@ pub(super) struct BackupArgs {
     /// Replace an existing file
     #[arg(long)]
     force: bool,
-    /// Take this replica's own state, without a read barrier: for when the quorum is lost
+    /// Back up this replica's own state, without a read barrier: for when the quorum is lost
     #[arg(long)]
     local: bool,
     /// Print JSON

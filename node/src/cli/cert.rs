@@ -31,7 +31,7 @@ const BACKDATED: Duration = Duration::hours(1);
 /// `quorate cert`.
 #[derive(Debug, clap::Subcommand)]
 pub(super) enum CertCommand {
-    /// Make the certificate authority of a cluster: ca.crt, and ca.key, which no replica needs
+    /// Make a cluster's certificate authority: ca.crt, and ca.key, which no replica needs
     Ca(CaArgs),
     /// Make a certificate per replica, for its peers, clients and operators
     Node(NodeArgs),
@@ -42,13 +42,13 @@ pub(super) enum CertCommand {
 /// `quorate cert ca`.
 #[derive(Debug, clap::Args)]
 pub(super) struct CaArgs {
-    /// Folder to write to; made if missing
+    /// Directory to write to; created if missing
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Name of the cluster, as `cluster.name`
     #[arg(long, value_name = "NAME", default_value = "quorate")]
     cluster: String,
-    /// How long it is valid
+    /// Days for which it is valid
     #[arg(long, value_name = "N", default_value_t = 3650, value_parser = days())]
     days: u32,
 }
@@ -57,7 +57,7 @@ pub(super) struct CaArgs {
 #[derive(Debug, clap::Args)]
 pub(super) struct NodeArgs {
     /// A replica's id, and the addresses and names at which clients and operators reach it
-    /// (`1=10.0.0.1,gpu-1.example`); may be repeated. Its peers only look at the id
+    /// (`1=10.0.0.1,gpu-1.example`); may be repeated. Peers check only the id
     #[arg(long, value_name = "ID[=HOST,...]", required = true)]
     replica: Vec<ReplicaHosts>,
     #[command(flatten)]
@@ -67,11 +67,11 @@ pub(super) struct NodeArgs {
 /// `quorate cert client`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ClientArgs {
-    /// Who it is for: the certificate's common name, by which an operator is audited
+    /// Holder of the certificate: its common name, under which the audit lists an operator
     #[arg(value_parser = client_name)]
     name: String,
-    /// Make its holder an operator: where `tls.admin.client_ca_file` trusts the authority, it needs
-    /// no token. `viewer` reads, `operator` changes routing, `admin` changes the cluster
+    /// Make its holder an operator, who needs no token if `tls.admin.client_ca_file` trusts the
+    /// authority. `viewer` reads, `operator` changes routing, `admin` changes the cluster
     #[arg(long, value_name = "ROLE")]
     role: Option<AdminRole>,
     #[command(flatten)]
@@ -80,16 +80,16 @@ pub(super) struct ClientArgs {
 
 #[derive(Debug, clap::Args)]
 struct SignedArgs {
-    /// Folder to write to; made if missing
+    /// Directory to write to; created if missing
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Folder of ca.crt and ca.key. Default: that of --out
+    /// Directory of ca.crt and ca.key. Default: that of --out
     #[arg(long, value_name = "DIR")]
     ca: Option<PathBuf>,
     /// Name of the cluster, as `cluster.name`
     #[arg(long, value_name = "NAME", default_value = "quorate")]
     cluster: String,
-    /// How long it is valid
+    /// Days for which it is valid
     #[arg(long, value_name = "N", default_value_t = 365, value_parser = days())]
     days: u32,
 }

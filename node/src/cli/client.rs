@@ -26,7 +26,7 @@ const PAGE: usize = 1000;
 /// Which replicas to ask.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct AdminTarget {
-    /// Admin URL of any replica; of several, separated by commas, the first that can answer does
+    /// Admin URL of any replica, or several separated by commas: the first that can answer is used
     #[arg(
         long,
         value_name = "URL",
@@ -36,14 +36,13 @@ pub(super) struct AdminTarget {
         value_parser = admin_url
     )]
     admin: Vec<Uri>,
-    /// File with a token that the admin listener accepts, as `quorate token create --out` writes it
+    /// File with a token for the admin listener, as written by `quorate token create --out`
     #[arg(long, value_name = "FILE", env = "QUORATE_TOKEN_FILE")]
     token_file: Option<PathBuf>,
-    /// Authorities in PEM, one of which has signed the certificates of the replicas. Default: those
-    /// that this host trusts
+    /// Certificate authorities in PEM to trust for replicas. Default: those that this host trusts
     #[arg(long, value_name = "FILE", env = "QUORATE_CA_FILE")]
     ca_file: Option<PathBuf>,
-    /// Certificate of an operator in PEM, as `quorate cert client --role ROLE` makes it
+    /// Certificate of an operator in PEM, as made by `quorate cert client --role ROLE`
     #[arg(
         long,
         value_name = "FILE",

@@ -35,9 +35,9 @@ pub(super) enum ConfigCommand {
     Schema,
     /// Compare a config with a running cluster: exits 0 without differences, 1 with some
     Diff(settings::DiffArgs),
-    /// Put the values of a config into a running cluster, after showing the differences
+    /// Apply a config to a running cluster, after showing the differences
     Apply(settings::ApplyArgs),
-    /// Have replicas read their configs again, each its own, as SIGHUP does: all that --admin names
+    /// Make all replicas that --admin names reload their own configs, as SIGHUP does
     Reload(config_reload::ReloadArgs),
 }
 

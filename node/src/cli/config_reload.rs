@@ -19,7 +19,7 @@ const PATH: &str = "/admin/v1/config/reload";
 pub(super) struct ReloadArgs {
     #[command(flatten)]
     target: AdminTarget,
-    /// Print what came of it as JSON, an entry for each replica
+    /// Print the results as JSON, an entry for each replica
     #[arg(long)]
     json: bool,
 }

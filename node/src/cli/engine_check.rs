@@ -20,20 +20,20 @@ pub(super) struct EngineCheckArgs {
     /// URL of the engine, such as `http://gpu-1:8000`
     #[arg(value_name = "URL", value_parser = engine_url)]
     url: String,
-    /// Model to ask for; without it the first that the engine lists
+    /// Model to request [default: the first that the engine lists]
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
     /// Compare the engine's tokens with those of this tokenizer, named as in a config:
     /// `huggingface:FILE`, `tiktoken:o200k_base`
     #[arg(long, value_name = "TOKENIZER")]
     tokenizer: Option<TokenizerSpec>,
-    /// Chat template to use in place of the one beside the tokenizer
+    /// Chat template to use instead of the one next to the tokenizer
     #[arg(long, value_name = "FILE", requires = "tokenizer")]
     chat_template: Option<PathBuf>,
-    /// File with the key that the engine wants
+    /// File with the engine's API key
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
-    /// Longest wait for an answer and for a hang-up to be noticed, such as `1m`
+    /// Longest wait for an answer, and for the engine to notice a disconnect, such as `1m`
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = humantime::parse_duration)]
     timeout: Duration,
     /// Print JSON

@@ -22,7 +22,7 @@ pub(super) struct ExplainArgs {
     /// File with the request body, `-` for stdin
     #[arg(value_name = "FILE")]
     file: Option<PathBuf>,
-    /// The same as a flag
+    /// The same, as a flag
     #[arg(long, value_name = "FILE")]
     body: Option<PathBuf>,
     /// Prompt to explain, instead of a body
@@ -40,13 +40,13 @@ pub(super) struct ExplainArgs {
     /// Path of the request
     #[arg(long, default_value = "/v1/chat/completions")]
     path: String,
-    /// Header of the request; repeat for others
+    /// Header of the request; may be repeated
     #[arg(long = "header", short = 'H', value_name = "NAME: VALUE", value_parser = header)]
     headers: Vec<(String, String)>,
-    /// Address that the request would come from [default: a proxy that is trusted to name users]
+    /// Client address of the request [default: a proxy that is trusted to name users]
     #[arg(long, value_name = "ADDRESS")]
     peer: Option<std::net::IpAddr>,
-    /// Explain for this user, by the name that `quorate users` shows, whatever the headers say
+    /// Explain for the user that `quorate users` shows under this name, whatever the headers say
     #[arg(long, value_name = "NAME", conflicts_with = "peer")]
     user: Option<String>,
     /// Wait until everything committed so far is applied

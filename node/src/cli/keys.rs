@@ -20,7 +20,7 @@ use crate::json_client::AnswerError;
 /// What to do with API keys.
 #[derive(Debug, Subcommand)]
 pub(super) enum KeyCommand {
-    /// Make a key: prints its secret, which is kept nowhere
+    /// Create a key and print its secret, which is not stored anywhere
     Create(CreateKeyArgs),
     /// List keys; secrets are not shown
     List {
@@ -30,18 +30,18 @@ pub(super) enum KeyCommand {
         #[command(flatten)]
         read: ReadArgs,
     },
-    /// Revoke a key: no replica serves it from here on
+    /// Revoke a key, so that all replicas refuse it
     Revoke {
         /// Id of the key
         id: String,
         #[command(flatten)]
         write: WriteArgs,
     },
-    /// Give a key another secret, and print that
+    /// Give a key a new secret, and print it
     Rotate {
         /// Id of the key
         id: String,
-        /// How long the present secret is still taken, such as `1h`; not at all without it
+        /// How long the old secret stays valid, such as `1h` [default: not at all]
         #[arg(long, value_name = "DURATION")]
         grace: Option<String>,
         #[command(flatten)]
@@ -52,21 +52,21 @@ pub(super) enum KeyCommand {
 /// `quorate key create`.
 #[derive(Debug, clap::Args)]
 pub(super) struct CreateKeyArgs {
-    /// User whose requests come with it
+    /// User that the key belongs to
     user: String,
-    /// What people call the key; the user's name without it
+    /// Name of the key [default: the user's name]
     #[arg(long)]
     name: Option<String>,
-    /// When it ends, such as `2027-01-31T12:00:00Z`
+    /// When the key expires, such as `2027-01-31T12:00:00Z`
     #[arg(long, value_name = "DATE", conflicts_with = "expires_in")]
     expires_at: Option<String>,
-    /// After which time it ends, such as `30d`
+    /// How long until the key expires, such as `30d`
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     expires_in: Option<Duration>,
-    /// A model that it may use, or the beginning of names and `*`; may be repeated. Without it: all
+    /// A model that it may use, or a prefix and `*`; may be repeated [default: all]
     #[arg(long = "model", value_name = "MODEL")]
     models: Vec<String>,
-    /// A path that it may use, or the beginning of paths and `*`; may be repeated. Without it: all
+    /// A path that it may use, or a prefix and `*`; may be repeated [default: all]
     #[arg(long = "scope", value_name = "PATH")]
     scopes: Vec<String>,
     #[command(flatten)]

@@ -31,7 +31,7 @@ const PAGE: usize = 1000;
 pub(super) enum LogCommand {
     /// Show the state at a log index, offline: users, backends, limits, and its digest
     Replay(ReplayLogArgs),
-    /// Change what the logs of running replicas say, until they restart
+    /// Change the log level of running replicas, until they restart
     Level(LogLevelArgs),
 }
 
@@ -84,20 +84,20 @@ pub(super) struct ReplayLogArgs {
     /// Backup file, instead of a data directory
     #[arg(long, value_name = "FILE")]
     backup: Option<PathBuf>,
-    /// Log index to stop at [default: the last that is known to be committed]
+    /// Log index to stop at [default: the last one known to be committed]
     #[arg(long, value_name = "INDEX")]
     to: Option<u64>,
     /// Explain the request in this file, a body of `POST /admin/v1/explain`, against the state
     #[arg(long, value_name = "FILE")]
     explain: Option<PathBuf>,
-    /// Folder for the copy that is replayed; as large as the data directory [default: the system's
-    /// folder for temporary files]
+    /// Directory for the copy that is replayed, which is as large as the data directory [default:
+    /// the system's temporary directory]
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// For `--explain`: tokenizers, and how users are found
+    /// For `--explain`: tokenizers, and how users are identified
     #[command(flatten)]
     config: ConfigSource,
 }

@@ -45,7 +45,7 @@ Ended early by a signal.
 pub(super) struct ManArgs {
     /// Command to describe, such as `config check` [default: quorate itself]
     command: Vec<String>,
-    /// Write the pages of all commands to this folder, each as `quorate-COMMAND.1`
+    /// Write the pages of all commands to this directory, each as `quorate-COMMAND.1`
     #[arg(long, value_name = "DIR", conflicts_with = "command")]
     out: Option<PathBuf>,
 }

@@ -56,7 +56,7 @@ use crate::{descriptors, telemetry};
     max_term_width = 100
 )]
 pub struct Cli {
-    /// Show all columns of tables, however narrow the terminal
+    /// Show all columns of tables, even if the terminal is too narrow
     #[arg(long, global = true)]
     wide: bool,
     #[command(subcommand)]
@@ -71,7 +71,7 @@ enum CliCommand {
     Serve(serve::ServeArgs),
     /// Run an emulated vLLM engine
     Engine(lab::engine::EngineArgs),
-    /// Check what an engine can do, and tell what Quorate will therefore do
+    /// Check what an engine can do, and show what Quorate will therefore do
     EngineCheck(engine_check::EngineCheckArgs),
     /// Replay a recorded trace against running replicas and report hit rates and latencies
     Replay(lab::replay::ReplayArgs),
@@ -85,7 +85,7 @@ enum CliCommand {
     Cert(cert::CertCommand),
     /// Show the cluster as a replica sees it
     Status(watch::WatchArgs),
-    /// Show replicas, backends and users at work, live
+    /// Show replicas, backends and users, live
     Top(top::TopArgs),
     /// List, add, change, drain or remove backends
     #[command(subcommand)]
@@ -97,23 +97,23 @@ enum CliCommand {
     User(users::UserCommand),
     /// List users: short for `user list`
     Users(watch::WatchArgs),
-    /// Make, list, rotate or revoke API keys of clients
+    /// Create, list, rotate or revoke API keys of clients
     #[command(subcommand)]
     Key(keys::KeyCommand),
     /// Show or replace the routing policy
     #[command(subcommand)]
     Policy(policy::PolicyCommand),
-    /// Show or change what routing follows beside the policy
+    /// Show or change routing settings other than the policy
     #[command(subcommand)]
     Routing(policy::SettingsCommand),
-    /// Show or change how requests are admitted: order, queue, limits
+    /// Show or change admission settings: order, queue, limits
     #[command(subcommand)]
     Admission(policy::SettingsCommand),
     /// Show where a request would go or went, and why
     Explain(explain::ExplainArgs),
     /// List the last decisions of a replica
     Decisions(decisions::DecisionsArgs),
-    /// Record what replicas are asked, without texts and names, for `simulate --from-decisions`
+    /// Record requests, without texts and names, for `simulate --from-decisions`
     Record(record::RecordArgs),
     /// Follow what changes in the cluster
     Events(read::ReadArgs),

@@ -24,9 +24,9 @@ pub(super) enum PolicyCommand {
         #[command(flatten)]
         read: ReadArgs,
     },
-    /// Replace the policy; settings that are not given have their defaults
+    /// Replace the policy; omitted settings have their defaults
     Set(SetPolicyArgs),
-    /// Remove the policy of a model, so that the one of all models applies
+    /// Remove the policy of a model, so that the general one applies
     Unset {
         /// The model
         #[arg(long, value_name = "NAME")]
@@ -45,7 +45,7 @@ pub(super) struct SetPolicyArgs {
     /// Its settings
     #[arg(value_name = "KEY=VALUE", value_parser = setting, requires = "policy")]
     settings: Vec<(String, Value)>,
-    /// Take the policy from this file, as `policy get --json` prints it; `-` is stdin
+    /// Read the policy from this file, as `policy get --json` prints it; `-` is stdin
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
     /// Set the policy of this model only
@@ -60,7 +60,7 @@ pub(super) struct SetPolicyArgs {
 pub(super) enum SettingsCommand {
     /// Show the settings
     Get(ReadArgs),
-    /// Change settings; those that are not given stay
+    /// Change the given settings, and keep the others
     Set(SetSettingsArgs),
 }
 
@@ -68,10 +68,10 @@ pub(super) enum SettingsCommand {
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("source").required(true).args(["settings", "file"]))]
 pub(super) struct SetSettingsArgs {
-    /// Settings, such as `max_queue=100` or `user_limits.tokens=5000`; `null` is the default
+    /// Settings, such as `max_queue=100` or `user_limits.tokens=5000`; `null` resets to the default
     #[arg(value_name = "KEY=VALUE", value_parser = setting)]
     settings: Vec<(String, Value)>,
-    /// Replace all settings by those of this file, as `get --json` prints them; `-` is stdin
+    /// Replace all settings with those in this file, as `get --json` prints them; `-` is stdin
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
     #[command(flatten)]

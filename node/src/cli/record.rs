@@ -23,7 +23,7 @@ const DECISIONS_MAX: u32 = 10_000;
 /// `quorate record`.
 #[derive(Debug, clap::Args)]
 pub(super) struct RecordArgs {
-    /// Seconds after which the recording ends; Ctrl-C ends it earlier
+    /// Length of the recording in seconds; Ctrl-C ends it earlier
     #[arg(long, value_name = "N", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: u32,
     /// Requests after which a replica ends its recording
@@ -32,10 +32,10 @@ pub(super) struct RecordArgs {
     /// Bytes of memory after which a replica ends its recording
     #[arg(long, value_name = "N", default_value_t = 64 << 20, value_parser = clap::value_parser!(u64).range(1024..=96 << 20))]
     bytes: u64,
-    /// File to write, of JSON lines
+    /// File to write, as JSON lines
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Record at the replicas of `--admin` only, not at all members
+    /// Record only at the replicas of `--admin`, not at all members
     #[arg(long)]
     only: bool,
     #[command(flatten)]

@@ -22,11 +22,11 @@ use crate::{descriptors, memory, private, telemetry};
 pub(super) struct ServeArgs {
     #[command(flatten)]
     config: ConfigSource,
-    /// Also use the engine at this URL; may be repeated. Without a config file the replica then has
-    /// the id 1
+    /// Also use the engine at this URL; may be repeated. Without a config file, the replica then
+    /// has id 1
     #[arg(long, value_name = "URL")]
     backend: Vec<String>,
-    /// Start although others can reach a listener that is not protected
+    /// Start even if others can reach an unprotected listener
     #[arg(long)]
     insecure: bool,
 }

@@ -38,10 +38,10 @@ pub(super) struct ApplyArgs {
     source: ConfigSource,
     #[command(flatten)]
     target: AdminTarget,
-    /// Do not ask
+    /// Do not ask for confirmation
     #[arg(long)]
     yes: bool,
-    /// Show what would be written, and write nothing
+    /// Show what would be written, but write nothing
     #[arg(long, conflicts_with = "yes")]
     dry_run: bool,
     /// Print what was written as JSON

@@ -14,7 +14,7 @@ pub(super) struct SimulateCommand {
     args: SimulateArgs,
     #[command(
         flatten,
-        next_help_heading = "Replicas that are asked for their last decisions"
+        next_help_heading = "Replicas to ask for their last decisions"
     )]
     target: AdminTarget,
 }

@@ -10,7 +10,7 @@ pub(super) struct ConfigSource {
     /// Config file in TOML
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
-    /// Override a value of file and environment: `--set drain.deadline=10s`
+    /// Override a value of the file or environment: `--set drain.deadline=10s`
     #[arg(long, value_name = "SECTION.KEY=VALUE")]
     pub(super) set: Vec<String>,
 }

@@ -13,20 +13,21 @@ use lab::terminal;
 /// `quorate token`.
 #[derive(Debug, clap::Subcommand)]
 pub(super) enum TokenCommand {
-    /// Make a token: prints its secret, which is kept nowhere, and its line for admin.tokens_file
+    /// Make a token, and print its secret, which is not stored anywhere, and its line for
+    /// admin.tokens_file
     Create(CreateArgs),
 }
 
 /// `quorate token create`.
 #[derive(Debug, clap::Args)]
 pub(super) struct CreateArgs {
-    /// Who will hold it: letters, digits, `.`, `_`, `-` and `@`
+    /// Name of its holder: letters, digits, `.`, `_`, `-` and `@`
     name: String,
     /// What its holder may do: `viewer` reads, `operator` changes routing, `admin` changes the
     /// cluster
     #[arg(long, value_name = "ROLE")]
     role: AdminRole,
-    /// Write the secret to this new file instead, so that only the line is printed
+    /// Write the secret to this new file, and print only the line
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }

@@ -19,28 +19,28 @@ use super::watch::{WatchArgs, watch};
 /// What to do with users.
 #[derive(Debug, Subcommand)]
 pub(super) enum UserCommand {
-    /// List users, who used most first
+    /// List users, highest usage first
     List(WatchArgs),
-    /// Show all that is known of a user
+    /// Show everything known about a user
     Show {
         /// Name of the user
         name: String,
         #[command(flatten)]
         read: ReadArgs,
     },
-    /// Set a user's weight, limits, budget, models and cache; what is not given stays
+    /// Change a user's weight, limits, budget, models or cache; omitted ones stay the same
     Set(SetUserArgs),
-    /// Show or change what users have who were not given their own
+    /// Show or change the defaults of users
     #[command(subcommand)]
     Defaults(SettingsCommand),
-    /// Delete a user who has no requests
+    /// Delete a user without requests
     Delete {
         /// Name of the user
         name: String,
         #[command(flatten)]
         write: WriteArgs,
     },
-    /// Forget what a user has used of its limits per window and of its budgets
+    /// Reset what a user has used of its limits per window and of its budgets
     Forgive {
         /// Name of the user
         name: String,
@@ -65,7 +65,7 @@ pub(super) struct SetUserArgs {
     /// Tokens per window, cached ones not counted
     #[arg(long, value_name = "N")]
     tokens: Option<u64>,
-    /// Requests at once
+    /// Concurrent requests
     #[arg(long, value_name = "N")]
     concurrent: Option<u32>,
     /// Length of the window, such as `1m`
@@ -80,23 +80,24 @@ pub(super) struct SetUserArgs {
     /// Tokens per month (UTC), prompts and answers together
     #[arg(long, value_name = "TOKENS")]
     budget_month: Option<u64>,
-    /// Remove the user's budget, so that the default counts
+    /// Remove the user's budget, so that the default applies
     #[arg(long, conflicts_with = "budget")]
     no_budget: bool,
-    /// A model that the user may use, or the beginning of names and `*`; may be repeated. They replace
-    /// the present ones
+    /// A model that the user may use, or a prefix and `*`; may be repeated. Replaces the current
+    /// list
     #[arg(long = "model", value_name = "MODEL")]
     models: Vec<String>,
     /// Let the user use all models
     #[arg(long, conflicts_with = "models")]
     all_models: bool,
-    /// Whether the user shares cached blocks with others; `default`: as all without a setting
+    /// Whether the user shares cached blocks with others; `default`: as users without their own
+    /// setting
     #[arg(long, value_parser = ["default", "shared", "isolated"])]
     cache: Option<String>,
-    /// Keep the user's cached blocks apart, together with those of this group
+    /// Share the user's cached blocks only within this group
     #[arg(long, value_name = "GROUP")]
     cache_group: Option<String>,
-    /// Take all of it from this file, as `user show --json` prints it; `-` is stdin
+    /// Read all settings from this file, as `user show --json` prints them; `-` is stdin
     #[arg(long, value_name = "FILE", conflicts_with_all = ["weight", "bound", "no_limits", "budget", "no_budget", "models", "all_models", "cache", "cache_group"])]
     file: Option<PathBuf>,
     #[command(flatten)]

@@ -17,7 +17,7 @@ const INTERVAL_MIN: Duration = Duration::from_millis(100);
 pub(super) struct WatchArgs {
     #[command(flatten)]
     pub(super) read: ReadArgs,
-    /// Show it again and again, so much time apart [default without a value: 2s]
+    /// Repeat at this interval [default without a value: 2s]
     #[arg(
         long,
         value_name = "DURATION",

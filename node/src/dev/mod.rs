@@ -53,8 +53,8 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Run a demo cluster on loopback: three replicas, emulated engines and a load test.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DevArgs {
-    /// Use this engine instead of emulated ones (repeatable). It gets 20 small requests, unless
-    /// --requests says otherwise
+    /// Use this engine instead of emulated ones; may be repeated. It gets 20 small requests, unless
+    /// --requests is given
     #[arg(long, value_name = "URL", value_delimiter = ',', value_parser = engine_url)]
     backend: Vec<String>,
     /// Number of emulated engines
@@ -63,8 +63,8 @@ pub struct DevArgs {
     /// Speed of the emulated engines, relative to a small GPU
     #[arg(long, value_name = "X", default_value_t = 4.0, value_parser = speed)]
     speed: f64,
-    /// Number of requests of the load test; 0 sends none [default: 2400, for engines of your own
-    /// 20 small ones]
+    /// Number of requests of the load test; 0 sends none [default: 2400, or 20 small ones for your
+    /// own engines]
     #[arg(long, value_name = "N")]
     requests: Option<u64>,
     /// KV cache blocks of each emulated engine; a small cache evicts a lot

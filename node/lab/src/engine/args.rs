@@ -17,7 +17,7 @@ use super::{
 /// Run an emulated vLLM engine.
 #[derive(Debug, Clone, clap::Args)]
 pub struct EngineArgs {
-    /// Address to listen on; port 0 takes a free one
+    /// Address to listen on; port 0 picks a free one
     #[arg(long, value_name = "ADDR")]
     listen: SocketAddr,
     /// Name of the served model
@@ -32,7 +32,7 @@ pub struct EngineArgs {
     /// Prompt tokens computed per second, over all requests
     #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     prefill_tokens_per_s: u32,
-    /// Data-parallel ranks behind the port, each with a KV cache of its own
+    /// Data-parallel ranks behind the port, each with its own KV cache
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     data_parallel_size: u16,
     /// Milliseconds per decoded token of a single request; a batch of 64 takes twice as long
@@ -59,7 +59,7 @@ pub struct EngineArgs {
     /// Milliseconds to load an adapter
     #[arg(long, value_name = "MS", default_value_t = 200.0, value_parser = positive)]
     lora_load_ms: f64,
-    /// Hand over KV blocks to other engines, and fetch them, as vLLM's NIXL connector does
+    /// Transfer KV blocks to and from other engines, as vLLM's NIXL connector does
     #[arg(long)]
     kv_transfer: bool,
     /// Milliseconds of a transfer before its first token
@@ -68,10 +68,10 @@ pub struct EngineArgs {
     /// Tokens whose blocks are fetched per second
     #[arg(long, value_name = "N", default_value_t = 200_000, value_parser = clap::value_parser!(u32).range(1..), requires = "kv_transfer")]
     kv_transfer_tokens_per_s: u32,
-    /// Lose every transfer of this number; 0: none
+    /// Lose every Nth transfer; 0: none
     #[arg(long, value_name = "N", default_value_t = 0, requires = "kv_transfer")]
     kv_transfer_lost_every: u32,
-    /// What becomes of a request whose blocks cannot be fetched
+    /// What to do with a request whose blocks cannot be fetched
     #[arg(
         long,
         value_name = "WHAT",
@@ -80,7 +80,8 @@ pub struct EngineArgs {
         requires = "kv_transfer"
     )]
     kv_load_failure: LoadFailure,
-    /// Compute prompts or answers only and meet the other engine in a room, as SGLang's engines do
+    /// Compute only prompts or only answers, and meet the other engine in a room, as SGLang's
+    /// engines do
     #[arg(long, value_name = "MODE", value_enum, conflicts_with = "kv_transfer")]
     disaggregation_mode: Option<RoomMode>,
     /// Address at which a prefill engine lets others into its rooms
@@ -91,7 +92,7 @@ pub struct EngineArgs {
         requires = "disaggregation_mode"
     )]
     disaggregation_bootstrap: SocketAddr,
-    /// Lose every transfer out of a room of this number; 0: none
+    /// Lose every Nth transfer out of a room; 0: none
     #[arg(
         long,
         value_name = "N",
@@ -99,7 +100,7 @@ pub struct EngineArgs {
         requires = "disaggregation_mode"
     )]
     disaggregation_lost_every: u32,
-    /// Seconds after which a room that nobody joins is given up
+    /// Seconds after which a room that no engine joins is abandoned
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = positive, requires = "disaggregation_mode")]
     disaggregation_timeout_s: f64,
     /// Publish KV events at this endpoint, such as tcp://127.0.0.1:5557; each further rank at the next port

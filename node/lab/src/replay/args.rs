@@ -44,7 +44,7 @@ pub struct ReplayArgs {
     /// KV cache blocks of each of them [default: as `quorate engine`]
     #[arg(long, value_name = "N", requires = "policies", value_parser = clap::value_parser!(u32).range(16..))]
     engine_blocks: Option<u32>,
-    /// Override a config value of these replicas (repeatable)
+    /// Override a config value of these replicas; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "policies")]
     settings: Vec<String>,
     /// Speed-up of the trace's timestamps

@@ -1,4 +1,4 @@
-//! Flags of `quorate simulate` about prefill and decode apart, and about what counts as served well.
+//! Flags of `quorate simulate` for disaggregation, and for what counts as served well.
 
 use std::time::Duration;
 
@@ -7,21 +7,21 @@ use state::policy::PairSettings;
 use super::plan::{ApartPlan, ServiceGoal, SimPlan, micros};
 use super::unusable::SimulateArgsError;
 
-/// Prefill and decode apart.
+/// Disaggregated prefill and decode.
 #[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Prefill and decode apart")]
+#[command(next_help_heading = "Disaggregated prefill and decode")]
 pub(super) struct ApartArgs {
-    /// Numbers of engines, of all, that compute prompts for the others, to compare, one run each;
-    /// 0: all do all
+    /// Numbers of prefill engines to compare, one run each; the others decode. 0: all engines do
+    /// both
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "0")]
     prefill: Vec<u16>,
-    /// Uncached prompt tokens above which a request goes through them
+    /// Uncached prompt tokens above which a request uses a prefill engine
     #[arg(long, value_name = "N", default_value_t = PairSettings::ABOVE_TOKENS_DEFAULT)]
     disaggregate_above_tokens: u32,
     /// Tokens whose KV blocks are transferred per second
     #[arg(long, value_name = "N", default_value_t = 200_000, value_parser = clap::value_parser!(u32).range(1..))]
     transfer_rate: u32,
-    /// Longest time to the first token of requests that count in good/s
+    /// Longest time to first token of requests that count in good/s
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = humantime::parse_duration)]
     goal_ttft: Duration,
     /// Longest mean time between tokens of requests that count in good/s

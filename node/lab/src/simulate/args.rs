@@ -41,7 +41,7 @@ pub struct SimulateArgs {
     #[arg(long, value_enum)]
     experiment: Option<Experiment>,
     /// Policies to compare, one run each, with settings as in NAME:KEY=VALUE:KEY=VALUE;
-    /// prefix-cache-as-written and vllm-cache-aware-as-written decide by their sources' pseudo-code
+    /// prefix-cache-as-written and vllm-cache-aware-as-written follow their sources' pseudo-code
     #[arg(long, value_name = "P", value_delimiter = ',', default_value = "cost", value_parser = SimPolicy::parse)]
     policy: Vec<SimPolicy>,
     /// Orders of the admission queue to compare, one run each
@@ -62,7 +62,7 @@ pub struct SimulateArgs {
     /// Time from a proposal until it is applied everywhere: 20ms, or never
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = lag)]
     ownership_lag: NewsLag,
-    /// Time from a load report until peers have it: 20ms, or never
+    /// Time from a load report until peers receive it: 20ms, or never
     #[arg(long, value_name = "TIME", default_value = "20ms", value_parser = lag)]
     load_lag: NewsLag,
     /// Minimum time between two batches of a replica
@@ -81,8 +81,8 @@ pub struct SimulateArgs {
     /// `unlimited` [default: unlimited, or as recorded]
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = concurrency)]
     concurrency: Vec<Concurrency>,
-    /// Clients leave if they do not have their whole answer by then: 3s, or 2s..10s. Waiting is
-    /// then bounded as in production
+    /// Clients leave if they do not have their whole answer by then: 3s, or 2s..10s. Waits are then
+    /// bounded as in production
     #[arg(long, value_name = "TIME", value_parser = patience)]
     patience: Option<(Micros, Micros)>,
     /// How often clients retry after a refusal or after leaving
@@ -170,7 +170,7 @@ enum WorkloadKind {
     OneHot,
     /// One prefix shared by all groups
     Templated,
-    /// One block that differs between groups, early in prompts that are alike otherwise
+    /// One block that differs between groups, early in otherwise identical prompts
     Volatile,
     /// Bursts: six times the rate for five of every twenty seconds
     Burst,

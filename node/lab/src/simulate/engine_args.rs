@@ -10,7 +10,8 @@ use crate::engine::model::EngineShape;
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Engines")]
 pub(super) struct SimEngineArgs {
-    /// KV blocks per engine, of 32 tokens, or as long as recorded [default: 8192, or as recorded]
+    /// KV blocks per engine, of 32 tokens each, or of the recorded size [default: 8192, or as
+    /// recorded]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=10_000_000))]
     blocks: Option<u32>,
     /// Maximum number of running requests per engine

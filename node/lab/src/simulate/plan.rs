@@ -63,7 +63,7 @@ pub struct SimPlan {
     pub seed: u64,
 }
 
-/// Prefill and decode apart.
+/// Disaggregated prefill and decode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ApartPlan {
     /// The first engines, which compute prompts for the others; 0: all do all.

@@ -12,16 +12,16 @@ use super::unusable::SimulateArgsError;
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Recordings")]
 pub(super) struct RecordedArgs {
-    /// What a cluster was asked: a file of `quorate record`, or admin URLs of replicas, separated by
-    /// commas, whose last decisions are taken. Backends, replicas, blocks and limits are as
-    /// recorded, unless they are given
+    /// Recording to simulate: a file of `quorate record`, or admin URLs of replicas, separated by
+    /// commas, whose last decisions are used. Backends, replicas, blocks and limits are as
+    /// recorded, unless given
     #[arg(
         long,
         value_name = "FILE|URL",
         conflicts_with_all = ["trace", "workload", "experiment"]
     )]
     pub(super) from_decisions: Option<String>,
-    /// Model whose requests are simulated [default: that of most requests]
+    /// Model to simulate [default: the one with the most requests]
     #[arg(long, value_name = "NAME", requires = "from_decisions")]
     model: Option<String>,
 }

@@ -26,13 +26,13 @@ use super::read::print_json;
 pub(super) struct TopArgs {
     #[command(flatten)]
     target: AdminTarget,
-    /// Time between two looks at the cluster
+    /// Time between two updates
     #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = super::watch::interval)]
     interval: Duration,
-    /// Print what a screen would show, of one interval, and end
+    /// Print one interval as text, and exit
     #[arg(long)]
     once: bool,
-    /// The same as JSON
+    /// Print one interval as JSON
     #[arg(long, requires = "once")]
     json: bool,
 }
