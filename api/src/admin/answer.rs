@@ -72,7 +72,7 @@ pub(super) struct ListQuery {
     /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
     /// committed before.
     pub(super) read: ReadLevel,
-    /// Most entries to answer; 100 if absent.
+    /// Maximum number of entries; 100 if absent.
     #[schemars(range(min = 1, max = PAGE_ENTRIES_MAX))]
     pub(super) limit: Option<usize>,
     /// `next_cursor` of the page before.

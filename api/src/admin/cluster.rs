@@ -132,7 +132,7 @@ fn replica(id: u8, field: &str) -> Result<ReplicaId, Problem> {
 #[derive(Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct DigestQuery {
-    /// Applied index whose digest is asked for; without it, that of now.
+    /// Applied index whose digest to return; the current one if absent.
     index: Option<u64>,
     /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
     /// committed before.

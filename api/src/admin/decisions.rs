@@ -30,7 +30,7 @@ pub(super) struct DecisionQuery {
     backend: Option<String>,
     /// Only those for this model.
     model: Option<String>,
-    /// Most entries to answer; 100 if absent.
+    /// Maximum number of entries; 100 if absent.
     #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
     limit: Option<usize>,
     /// `next_cursor` of the page before.

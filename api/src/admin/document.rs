@@ -48,14 +48,14 @@ const TAGS: [(&str, &str, &str); 9] = [
     (
         "/admin/v1/user",
         "users",
-        "Those whom tokens are charged to, and their API keys.",
+        "The users that tokens are charged to, and their API keys.",
     ),
     ("/admin/v1/keys", "users", ""),
     ("/admin/v1/cache", "users", ""),
     (
         "/admin/v1/",
         "routing",
-        "How requests are routed and admitted, and what is known for it.",
+        "How requests are routed and admitted, and what these decisions are based on.",
     ),
     (
         "/",
@@ -68,12 +68,12 @@ const ABOUT: &str = "What operators query and change, at any replica.\n\n\
 Reads answer from the state that this replica has applied, with its log index. `read=linearizable` \
 first waits until everything committed before is applied here. Writes go through the log and answer \
 with the index at which they were committed; one whose outcome is not known says so \
-(`outcome-unknown`). What `GET` answers can be edited and sent to `PUT`, with its `ETag` as \
-`If-Match` so that nothing is lost that somebody else wrote meanwhile.\n\n\
+(`outcome-unknown`). The answer to `GET` can be edited and sent to `PUT`, with its `ETag` as \
+`If-Match` so that concurrent writes of others are not lost.\n\n\
 Lists answer up to `limit` entries and `next_cursor`, which is the `cursor` of the next page; at \
-the end it is absent. A query key that a call does not know is refused (400). Every error is a \
-problem (RFC 9457): an unknown path is 404 `unknown-path`, a method that a path does not take is \
-405 `wrong-method` with `Allow`. 429 and 503 say with `Retry-After` when to try again.";
+the end it is absent. An unknown query key is refused (400). Every error is a problem (RFC 9457): \
+an unknown path is 404 `unknown-path`, a method that a path does not take is 405 `wrong-method` \
+with `Allow`. 429 and 503 say in `Retry-After` when to retry.";
 
 impl ApiDescription {
     fn make() -> Self {

@@ -95,7 +95,7 @@ pub(super) struct KeysQuery {
     /// committed before.
     #[serde(default)]
     read: ReadLevel,
-    /// Most entries to answer; 100 if absent.
+    /// Maximum number of entries; 100 if absent.
     #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
     limit: Option<usize>,
     /// `next_cursor` of the page before.
@@ -264,7 +264,7 @@ pub(super) async fn create(
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct RotateQuery {
-    /// How long the present secret is still taken; absent: not at all.
+    /// How long the old secret stays valid; not at all if absent.
     grace: Option<String>,
 }
 

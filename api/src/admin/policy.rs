@@ -68,7 +68,7 @@ pub(super) struct PolicyQuery {
     /// State to answer from: `local`, as applied here, or `linearizable`, with everything that was
     /// committed before.
     read: ReadLevel,
-    /// Model whose effective policy is meant; without it, the live policy.
+    /// Model whose effective policy to use; the live policy if absent.
     model: Option<String>,
 }
 

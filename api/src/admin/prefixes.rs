@@ -25,7 +25,7 @@ const REQUESTS_MAX: usize = 2000;
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct PrefixesQuery {
-    /// Most entries to answer; 100 if absent.
+    /// Maximum number of entries; 100 if absent.
     #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
     limit: Option<usize>,
 }

@@ -83,7 +83,7 @@ pub(super) struct LastQuery {
     /// Most requests; 1000 if absent.
     #[schemars(range(min = 1, max = REQUESTS_MAX))]
     limit: Option<u32>,
-    /// Hashed with all names; one of its own if absent.
+    /// Hashed with all names; a random one if absent.
     #[schemars(regex(pattern = "^[A-Za-z0-9._-]{1,64}$"))]
     salt: Option<String>,
 }

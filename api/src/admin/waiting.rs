@@ -1,4 +1,4 @@
-//! Users whose requests wait at this replica, who has waited longest first.
+//! Users whose requests wait at this replica, longest wait first.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ use crate::error::Problem;
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct WaitingQuery {
-    /// Most entries to answer; 100 if absent.
+    /// Maximum number of entries; 100 if absent.
     #[schemars(range(min = 1, max = super::PAGE_ENTRIES_MAX))]
     limit: Option<usize>,
 }

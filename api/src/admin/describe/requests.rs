@@ -83,7 +83,7 @@ impl Takes for LastEventId {
             is_required: false,
             schema: json!({
                 "type": "string",
-                "description": "Id of the last event that the client had: those after it are told first, as far as they are kept.",
+                "description": "Id of the last event that the client received: later ones are sent first, as far as they are kept.",
                 "examples": ["5bd0a1f7-42"],
             }),
         });

@@ -12,14 +12,14 @@ pub(super) const RECORDINGS: RouteInfo = RouteInfo {
         get(
             "getRecordings",
             VIEWER,
-            "Recordings of what this replica was asked, the newest first.",
+            "Recordings of this replica's requests, newest first.",
             || served(recordings::list),
         ),
         post(
             "startRecording",
             OPERATOR,
-            "Records what this replica is asked, until it is long enough. One at a time; no text \
- and no name is in it.",
+            "Records this replica's requests up to a limit. One at a time; it contains no texts and \
+ no names.",
             || served(recordings::start),
         )
         .fails(&[RECORDING, REFUSED]),
@@ -50,7 +50,7 @@ pub(super) const RECORDING_FILE: RouteInfo = RouteInfo {
         delete(
             "deleteRecording",
             OPERATOR,
-            "Ends a recording and drops it.",
+            "Ends a recording and deletes it.",
             || served(recordings::remove),
         )
         .fails(&[NOT_FOUND]),
@@ -62,7 +62,7 @@ pub(super) const STOP_RECORDING: RouteInfo = RouteInfo {
     calls: &[post(
         "stopRecording",
         OPERATOR,
-        "Ends a recording, which stays.",
+        "Ends a recording, and keeps it.",
         || served(recordings::stop),
     )
     .fails(&[NOT_FOUND])],

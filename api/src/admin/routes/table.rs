@@ -82,7 +82,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getCluster",
             VIEWER,
-            "Role, leader, term, indexes and members, as this replica knows them.",
+            "Role, leader, term, indexes and members, as known to this replica.",
             || served(cluster::show),
         )],
     },
@@ -110,7 +110,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "addMember",
             ADMIN,
-            "Adds a replica as a learner, which follows the log without a vote.",
+            "Adds a replica as a learner, which follows the log but does not vote.",
             || served(cluster::add),
         )],
     },
@@ -137,7 +137,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "transferLeader",
             OPERATOR,
-            "Hands leadership over, to a given voter or to the one that is furthest.",
+            "Transfers leadership to a given voter, or to the most up-to-date one.",
             || served(cluster::transfer),
         )],
     },
@@ -146,7 +146,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "takeSnapshot",
             OPERATOR,
-            "Has this replica take a snapshot of its state.",
+            "Makes this replica take a snapshot of its state.",
             || served(cluster::snapshot),
         )],
     },
@@ -165,7 +165,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "restoreBackup",
             ADMIN,
-            "Puts a backup in the place of the state.",
+            "Replaces the state with a backup.",
             || served(restore::restore),
         )
         .fails(&[NOT_EMPTY, RESTORE, RESTORE_UNDER_WAY])],
@@ -175,8 +175,8 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getDigest",
             VIEWER,
-            "Digest of the state, the same on every replica at the same index. A later \
- index is waited for, two seconds at most.",
+            "Digest of the state, the same on every replica at the same index. Waits for \
+ a later index, for two seconds at most.",
             || served(cluster::digest),
         )
         .fails(&[BUSY, DIGEST_NOT_KEPT, NOT_APPLIED])],
@@ -186,7 +186,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "listBackends",
             VIEWER,
-            "The registered backends by id, with all that is known of each.",
+            "The registered backends by id, with everything known about each.",
             || served(backends::list),
         )],
     },
@@ -206,7 +206,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             delete(
                 "deleteBackend",
                 OPERATOR,
-                "Removes a backend. Requests under way end as they would.",
+                "Removes a backend. Requests in progress run to their end.",
                 || served(backends::remove),
             )
             .fails(&[NOT_FOUND]),
@@ -217,7 +217,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "drainBackend",
             OPERATOR,
-            "Gives a backend no new requests.",
+            "Stops new requests to a backend.",
             || served(backends::drain),
         )
         .fails(&[NOT_FOUND])],
@@ -227,7 +227,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "undrainBackend",
             OPERATOR,
-            "Gives a backend requests again.",
+            "Resumes requests to a backend.",
             || served(backends::undrain),
         )
         .fails(&[NOT_FOUND])],
@@ -237,7 +237,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getDiscovery",
             VIEWER,
-            "What sources of engines told this replica, and what came of it.",
+            "What sources of engines reported to this replica, and the result.",
             || served(discovery::show),
         )],
     },
@@ -263,7 +263,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             put(
                 "putUser",
                 OPERATOR,
-                "Changes a user, or makes it. Absent fields stay as they are. Takes what \
+                "Changes a user, or creates it. Absent fields keep their values. Takes what \
  `GET` answers.",
                 || served(users::put),
             ),
@@ -281,7 +281,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "forgiveUser",
             OPERATOR,
-            "Forgets what a user has used of its limits and budgets; counters stay.",
+            "Resets what a user has used of its limits and budgets; counters stay.",
             || served(users::forgive),
         )
         .fails(&[NOT_FOUND])],
@@ -291,7 +291,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getWaiting",
             VIEWER,
-            "Users whose requests wait at this replica, who has waited longest first.",
+            "Users whose requests wait at this replica, longest wait first.",
             || served(waiting::list),
         )],
     },
@@ -301,13 +301,13 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             get(
                 "getUserDefaults",
                 VIEWER,
-                "What users have who were not given their own.",
+                "The defaults of users.",
                 || served(user_defaults::show),
             ),
             put(
                 "putUserDefaults",
                 OPERATOR,
-                "Replaces what users have who were not given their own.",
+                "Replaces the defaults of users.",
                 || served(user_defaults::put),
             ),
         ],
@@ -318,13 +318,13 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             get(
                 "getCache",
                 VIEWER,
-                "Whether users without a setting of their own share cached blocks.",
+                "Whether users without their own setting share cached blocks.",
                 || served(caches::show),
             ),
             put(
                 "putCache",
                 OPERATOR,
-                "Sets whether users without a setting of their own share cached blocks.",
+                "Sets whether users without their own setting share cached blocks.",
                 || served(caches::put),
             ),
         ],
@@ -341,7 +341,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             post(
                 "createKey",
                 OPERATOR,
-                "Makes an API key. Its secret is answered this once.",
+                "Creates an API key. Its secret is returned only once.",
                 || served(keys::create),
             )
             .fails(&[KEY_TAKEN]),
@@ -365,7 +365,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "rotateKey",
             OPERATOR,
-            "Gives an API key another secret, answered this once.",
+            "Gives an API key a new secret, which is returned only once.",
             || served(keys::rotate),
         )
         .fails(&[KEY_TAKEN, NOT_FOUND])],
@@ -384,7 +384,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "getSharedPrefixes",
             VIEWER,
-            "Prefixes that the last requests here have in common, and who owns them.",
+            "Prefixes that the last requests here share, and their owners.",
             || served(prefixes::list),
         )],
     },
@@ -412,7 +412,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "listDecisions",
             VIEWER,
-            "This replica's last decisions, the newest first.",
+            "This replica's last decisions, newest first.",
             || served(decisions::list),
         )],
     },
@@ -462,13 +462,13 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             get(
                 "getRouting",
                 VIEWER,
-                "What routing follows beside the policy.",
+                "Routing settings other than the policy.",
                 || served(policy::show_routing),
             ),
             put(
                 "putRouting",
                 OPERATOR,
-                "Replaces what routing follows beside the policy.",
+                "Replaces the routing settings other than the policy.",
                 || served(policy::put_routing),
             ),
         ],
@@ -487,7 +487,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[post(
             "reloadConfig",
             OPERATOR,
-            "Has this replica read its config again, as SIGHUP does.",
+            "Makes this replica reload its config, as SIGHUP does.",
             || served(reload::reload),
         )
         .fails(&[CONFIG_FAULTS, NOT_RELOADABLE, STOPPING])],
@@ -498,14 +498,14 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             get(
                 "getLogLevel",
                 VIEWER,
-                "What this replica's log says.",
+                "The log level of this replica.",
                 || served(log_level::show),
             )
             .fails(&[LOG_LEVEL_FIXED]),
             put(
                 "putLogLevel",
                 OPERATOR,
-                "Changes what this replica's log says, until it restarts.",
+                "Changes the log level of this replica, until it restarts.",
                 || served(log_level::put),
             )
             .fails(&[LOG_LEVEL_FIXED]),
@@ -532,7 +532,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             put(
                 "putAdmission",
                 OPERATOR,
-                "Replaces how requests are admitted, on every replica at one log index.",
+                "Replaces the admission settings, on every replica at one log index.",
                 || served(admission::put),
             ),
         ],
@@ -542,8 +542,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
         calls: &[get(
             "listAudit",
             VIEWER,
-            "The last administrative writes, the newest first, and by whom they were \
- made.",
+            "The last administrative writes, newest first, and who made them.",
             || served(audit::audit),
         )],
     },
