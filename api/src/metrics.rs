@@ -119,7 +119,7 @@ impl Collector for ReplicaCollector {
         let mut page = MetricsPage(encoder);
         page.gauge(
             "quorate_insecure",
-            "1 if the replica was told to start although its listeners may be unprotected",
+            "1 if the replica was allowed to start with unprotected listeners",
             &i64::from(replica.is_insecure),
         )?;
         replica.raft(&mut page)?;
@@ -245,7 +245,7 @@ impl ScrapedReplica {
         )?;
         page.gauge(
             "quorate_raft_scaling_is_held",
-            "1 while this replica cannot bring the members to what is wanted",
+            "1 while this replica cannot change the membership to what is wanted",
             &i64::from(status.scaling.is_some()),
         )?;
         page.gauge(

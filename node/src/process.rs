@@ -80,7 +80,7 @@ impl Collector for ProcessMetrics {
         let tasks = runtime.map(|runtime| runtime.metrics().num_alive_tasks());
         gauge(
             "quorate_runtime_tasks",
-            "Tasks of the runtime that are alive",
+            "Live tasks of the runtime",
             tasks
                 .and_then(|tasks| u32::try_from(tasks).ok())
                 .map(f64::from),

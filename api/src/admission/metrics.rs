@@ -135,7 +135,7 @@ impl AdmissionMetrics {
         );
         registry.register(
             "quorate_admission_gate_closed",
-            "Times that a backend had room but the gate held every waiting user back",
+            "Times that a backend had room but the gate held back every waiting user",
             self.gate_closed.clone(),
         );
         registry.register(

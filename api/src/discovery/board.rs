@@ -281,7 +281,7 @@ impl Collector for DiscoveryMetrics {
         }
         let mut engines = encoder.encode_descriptor(
             "quorate_discovery_engines",
-            "Engines of a source: told of, refused; and its backends: registered, lost, withheld",
+            "Engines of a source: listed, refused; and its backends: registered, lost, withheld",
             None,
             MetricType::Gauge,
         )?;
@@ -311,14 +311,14 @@ impl Collector for DiscoveryMetrics {
         };
         count(
             "quorate_discovery_looks",
-            "Answers of a source to this replica, and looks that failed",
+            "Queries of this replica to a source, by outcome",
             "outcome",
             &OUTCOMES,
             |card| &card.looks,
         )?;
         count(
             "quorate_discovery_changes",
-            "Changes of backends that the cluster took from this replica as its leader",
+            "Changes of backends that the cluster accepted from this replica as leader",
             "change",
             &CHANGES,
             |card| &card.changes,
@@ -326,7 +326,7 @@ impl Collector for DiscoveryMetrics {
         gauges(
             &mut encoder,
             "quorate_discovery_is_failing",
-            "1 while the last look of this replica at a source gave no answer",
+            "1 while a source did not answer this replica's last query",
             sources
                 .iter()
                 .map(|(id, card)| (&**id, i64::from(card.error.is_some()))),

@@ -87,12 +87,12 @@ impl ScrapedReplica {
         for (name, help, mode) in [
             (
                 "quorate_backend_kv_exact",
-                "1 while block ownership is exactly what KV events say",
+                "1 while block ownership exactly follows KV events",
                 KvMode::Exact,
             ),
             (
                 "quorate_backend_kv_degraded",
-                "1 while what KV events told may be out of date",
+                "1 while ownership from KV events may be out of date",
                 KvMode::Degraded,
             ),
         ] {
@@ -256,12 +256,12 @@ const BACKEND_GAUGES: [BackendGauge; 14] = [
     ),
     (
         "quorate_backend_block_size_unfit",
-        "1 while the engine's blocks cannot be told in the blocks of its model",
+        "1 while the engine's blocks do not fit the blocks of its model",
         |row| Some(row.record.unfit_block_size.is_some().into()),
     ),
     (
         "quorate_backend_capacity_assumed",
-        "1 while neither the operator nor the engine says how large the cache is",
+        "1 while neither the operator nor the engine reports the cache's size",
         |row| Some((row.served?.capacity_from == CapacitySource::Assumed).into()),
     ),
     (

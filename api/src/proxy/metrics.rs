@@ -174,7 +174,7 @@ impl ProxyMetrics {
         registry.register("retries", "Retries on another backend", retries.clone());
         registry.register(
             "unsalted_requests",
-            "Requests of isolated users sent to an engine that does not keep their blocks apart",
+            "Requests of isolated users sent to an engine that does not isolate their blocks",
             self.unsalted.clone(),
         );
         registry.register(
@@ -233,7 +233,7 @@ impl ProxyMetrics {
         );
         registry.register(
             "tls_handshakes_failed",
-            "Connections that ended before their TLS handshake had",
+            "Connections that ended before their TLS handshake was complete",
             tls_handshakes_failed.clone(),
         );
         registry.register(

@@ -39,7 +39,7 @@ impl StageMetrics {
         );
         registry.register(
             "prefill_stage_seconds",
-            "Time from a prompt's dispatch to its prefill backend until that has answered",
+            "Time from a prompt's dispatch to its prefill backend until its answer",
             self.prefill.clone(),
         );
         registry.register(

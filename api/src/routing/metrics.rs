@@ -112,7 +112,7 @@ impl ShareMetrics {
         );
         registry.register(
             "quorate_route_places_exceeded",
-            "Requests running beyond that, because a limit fell or replicas came and went",
+            "Requests running beyond quorate_route_places, because a limit fell or replicas came and went",
             self.over.clone(),
         );
         registry.register(

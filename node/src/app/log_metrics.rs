@@ -44,7 +44,7 @@ impl Collector for LogMetrics {
         let fitting: u64 = times.buckets.iter().sum();
         let counts = times.buckets.into_iter().chain([times.count - fitting]);
         let buckets: Vec<(f64, u64)> = bounds.copied().zip(counts).collect();
-        let help = "Time that a write of the log waits for the disk to have it";
+        let help = "Time that a write of the log waits for the disk to sync";
         encoder
             .encode_descriptor(
                 "quorate_raft_log_sync_seconds",
@@ -65,12 +65,12 @@ impl LogMetrics {
         for (name, help, bytes) in [
             (
                 "quorate_raft_disk_free_bytes",
-                "Free bytes of the disk that node.data_dir is on",
+                "Free bytes on the disk of node.data_dir",
                 space.free_bytes,
             ),
             (
                 "quorate_raft_disk_size_bytes",
-                "Size of the disk that node.data_dir is on",
+                "Size of the disk of node.data_dir",
                 space.size_bytes,
             ),
         ] {

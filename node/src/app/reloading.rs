@@ -46,7 +46,7 @@ impl ReloadHandle {
 
     /// Registers the metric that tells whether the last reload failed.
     pub(super) fn register(&self, registry: &mut Registry) {
-        let help = "1 if the config, a certificate that it names or the access log could not be read or opened again the last time";
+        let help = "1 if the last reload of the config, its certificates or the access log failed";
         registry.register(
             "quorate_config_reload_failed",
             help,

@@ -81,7 +81,7 @@ impl AccessFileMetrics {
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register(
             "quorate_access_log_lines_dropped",
-            "Lines missing in the access log's file: too many waited, or a write failed",
+            "Lines missing from the access log's file: too many waited, or a write failed",
             self.dropped.clone(),
         );
         for reason in [QUEUE_FULL, WRITE_FAILED] {

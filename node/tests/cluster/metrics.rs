@@ -12,15 +12,15 @@ use super::*;
 
 const INTRODUCTION: &str = "# Metrics
 
-`GET /metrics` on the admin listener answers Prometheus' text format 0.0.4, and OpenMetrics where `accept` asks for it, as Prometheus does.
-With `admin.tokens_file` it wants a token, unless `admin.metrics_public` is set.
+`GET /metrics` on the admin listener answers in Prometheus' text format 0.0.4, or in OpenMetrics if `accept` asks for it, as Prometheus does.
+With `admin.tokens_file` it needs a token, unless `admin.metrics_public` is set.
 Labels are bounded by configuration (backend, replica, policy, outcome); users, prompts, keys and blocks are never labels.
-The label `model` has the first 100 models that are asked for and served, and `other` for the rest.
-The label `code` has the usual statuses, 0 for a client that left before it was told one, and the class of any other: `4xx`, or `other` where there is none.
-Series with the label `backend` appear when the backend is registered and go when it is removed.
-A replica has at most 64 series for each backend, 64 for each model and 512 besides: 512 backends and 50 models are 36,480 at most.
+The label `model` has the first 100 models that are requested and served, and `other` for the rest.
+The label `code` has the usual statuses, 0 for a client that disconnected before it got one, and the class of any other: `4xx`, or `other` if there is none.
+Series with the label `backend` appear when the backend is registered and disappear when it is removed.
+A replica has at most 64 series for each backend, 64 for each model and 512 others: at most 36,480 for 512 backends and 50 models.
 
-This page is made from the metrics of a running replica; the [runbook](../guide/runbook.md) says which to alert on.
+This page is generated from the metrics of a running replica; the [runbook](../guide/runbook.md) says which to alert on.
 ";
 
 /// What a replica shows only in trouble, in the form of a page: it has no series before.

@@ -108,12 +108,12 @@ impl PickerMetrics {
         let registry = registry.sub_registry_with_prefix("quorate_picker");
         registry.register(
             "requests",
-            "Requests that gateways asked about, by what they were told",
+            "Requests that gateways asked about, by outcome",
             self.picks.clone(),
         );
         registry.register(
             "served",
-            "Answers, by which of the endpoints told has made them",
+            "Answers, by which of the picked endpoints served them",
             self.served.clone(),
         );
         registry.register(
