@@ -26,7 +26,7 @@ pub enum QueueRejection {
     #[error("the queue is full")]
     Full,
     /// The request would not be dispatched in time.
-    #[error("the wait would be {wait_ms} ms, and {wait_ms_max} ms are of use")]
+    #[error("the predicted wait of {wait_ms} ms exceeds the acceptable {wait_ms_max} ms")]
     TooLate {
         /// Predicted wait, in milliseconds.
         wait_ms: u64,
