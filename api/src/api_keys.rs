@@ -1,9 +1,9 @@
 //! API keys of the cluster outside the state: how secrets are drawn and hashed, and how old this
 //! replica's list of keys may be.
 //!
-//! A secret is `qk-` and 43 characters of base64url, 256 random bits. The form tells who judges a key: one of this
-//! form is the cluster's or nobody's, so that a revoked key is refused wherever keys are not checked
-//! otherwise, and a list in a file cannot bring it back.
+//! A secret is `qk-` and 43 characters of base64url, 256 random bits. The form decides what
+//! validates a key: only the cluster can accept one of this form, so a revoked key is refused even
+//! where other keys are not checked, and a list in a file cannot bring it back.
 
 use std::fmt;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 //!
 //! Most events are found by comparing two views of the cluster ([`status_changes`]) or of the
 //! registry ([`registry_changes`]); both functions are pure. [`follow`] polls the views. A
-//! subscriber that is too slow loses the oldest events and is told how many. One that comes back
-//! goes on behind the last event it had, as long as those after it are kept.
+//! subscriber that is too slow loses the oldest events and is told how many. One that reconnects
+//! resumes after the last event it received, as long as the later ones are kept.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

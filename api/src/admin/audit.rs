@@ -1,7 +1,7 @@
 //! `GET /admin/v1/audit`: the last administrative writes, from the replicated state and, with who
 //! made them and from where, as they came through this replica.
 //!
-//! The state knows what was written, the replica that was called knows by whom.
+//! The state knows what was written; only the replica that was called knows who wrote it.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;

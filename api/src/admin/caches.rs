@@ -1,5 +1,5 @@
-//! With whom users share cached blocks: what holds for users without a setting of their own, and
-//! how a user's is written (ADR 0072).
+//! With whom users share cached blocks: the default for users without their own setting, and how to
+//! write a user's (ADR 0072).
 
 use axum::extract::State;
 use schemars::JsonSchema;

@@ -1,8 +1,8 @@
-//! The last calls of this replica that take more than the right to read, with who made them and from
+//! The last calls of this replica that need more than read access, with who made them and from
 //! where.
 //!
-//! Tokens and certificates are matters of each replica, and who holds them is nothing to replicate. Each call is a
-//! line in the log too, which is where it is kept for good.
+//! Tokens and certificates are local to each replica, and so is who holds them. Each call is also a
+//! line in the log, which keeps it for good.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;

@@ -1,4 +1,4 @@
-//! What the sources of engines told this replica, and what came of it.
+//! What the sources of engines reported to this replica, and the result.
 
 use axum::extract::State;
 use schemars::JsonSchema;

@@ -1,7 +1,7 @@
-//! Wrong tokens per source: who sends many is slowed, in bounded memory.
+//! Wrong tokens per source: a source that sends many is slowed, in bounded memory.
 //!
-//! A source has a store of tries that refills over time. Only wrong tokens take from it, so holders
-//! of right ones notice nothing, unless somebody guesses from their own address.
+//! Each source has a token bucket of attempts. Only wrong tokens take from it, so holders of right
+//! ones notice nothing, unless somebody guesses from their address.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;

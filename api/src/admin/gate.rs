@@ -1,12 +1,11 @@
-//! Lets calls of the admin API through: who calls, and may it? Writes are noted with who and from
+//! Authenticates and authorizes calls of the admin API, and records who makes which write, and from
 //! where.
 //!
-//! A caller proves who it is by a token in the call, or else by the certificate that its connection
-//! began with. A token alone decides where there is one: it is what the caller says of this call,
-//! while the certificate is there for whatever is sent. A call without either, or with a wrong
-//! token, learns nothing but that: 401, whatever it asks for. With a right one that may too little,
-//! the 403 names the role that is needed. Without tokens and authorities of operators every caller
-//! may do everything; such a listener belongs on loopback.
+//! A caller authenticates with a token in the call, or else with its connection's certificate. If
+//! there is a token, it alone decides: it belongs to this call, while the certificate covers
+//! everything on the connection. A call without either, or with a wrong token, gets a 401, whatever
+//! it asks for. If the role is insufficient, the 403 names the one needed. Without tokens and
+//! operators' authorities, every caller may do anything; such a listener belongs on loopback.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;

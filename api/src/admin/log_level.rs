@@ -1,6 +1,6 @@
-//! `GET` and `PUT /admin/v1/log`: what the log of this process says, until it restarts.
+//! `GET` and `PUT /admin/v1/log`: the log level of this process, until it restarts.
 //!
-//! The log is nothing that this crate knows: whoever set it up changes its filter.
+//! This crate does not know the log: the code that set it up changes its filter.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -1,8 +1,8 @@
-//! Which prefixes of prompts the last requests here had in common, and who owns them.
+//! Which prefixes the last requests here shared, and which backends own them.
 //!
 //! A hash names a block together with everything before it, so that requests with the same hash at
-//! some depth begin alike up to there. Each kept request has the hashes at depths that are powers of
-//! two. A prefix is told once, at the greatest such depth that the same requests share.
+//! some depth begin alike up to there. Each kept request has the hashes at depths that are powers
+//! of two. A prefix is listed once, at the greatest such depth that the same requests share.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;

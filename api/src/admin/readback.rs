@@ -1,5 +1,5 @@
-//! Bodies of `PUT` that are what `GET` answered: whoever reads, edits and writes back need not know
-//! which parts of an answer can be written. What cannot is ignored.
+//! Bodies of `PUT` in the form that `GET` answers: a client that reads, edits and writes back need
+//! not know which fields are writable. The others are ignored.
 
 use std::marker::PhantomData;
 

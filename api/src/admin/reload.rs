@@ -1,7 +1,7 @@
-//! `POST /admin/v1/config/reload`: has the config of this replica read again, as SIGHUP does, and
-//! answers what came of it.
+//! `POST /admin/v1/config/reload`: makes this replica reload its config, as SIGHUP does, and
+//! answers the result.
 //!
-//! The config is nothing that this crate knows: whoever read it at the start reads it again.
+//! This crate does not know the config: the code that read it at the start reads it again.
 
 use axum::extract::State;
 use http::StatusCode;

@@ -1,5 +1,5 @@
 //! The replicas of the cluster side by side, as the asked one knows them: what it sees of each, and
-//! the figures that each tells the others once a second.
+//! the figures that each sends to the others once a second.
 
 use axum::extract::State;
 use schemars::JsonSchema;

@@ -1,9 +1,9 @@
 //! `GET /admin/v1/events`: changes in the cluster, as server-sent events.
 //!
 //! Each event has an id: the epoch of this process, drawn at random, and the event's number. A
-//! client that comes back with `Last-Event-ID` gets what it missed, as far as it is kept, and is
-//! told how much is not; ids of another epoch, or of another replica, lead nowhere, which it is told
-//! too.
+//! client that reconnects with `Last-Event-ID` gets the events that it missed, as far as they are
+//! kept, and the number of the others; for ids of another epoch or replica, it gets a note that
+//! they cannot be resumed.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;

@@ -1,10 +1,9 @@
 //! Versions of what can be read and written back: `ETag` of an answer, `If-Match` of a write (ADR
 //! 0095).
 //!
-//! A version is a hash of what a write replaces, in the form that the state has it. Figures that
-//! change by themselves are none of it, so that an edit fails only when another edit came between.
-//! Every replica arrives at the same version of the same state, so that what was read at one can be
-//! written at another.
+//! A version is a hash of what a write replaces, as it is in the state. It excludes figures that
+//! change without writes, so an edit fails only if another edit came first. All replicas compute
+//! the same version for the same state, so a client can read at one and write at another.
 
 use axum::extract::FromRequestParts;
 use axum::response::{IntoResponse, Response};

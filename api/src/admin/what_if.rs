@@ -1,10 +1,10 @@
 //! `POST /admin/v1/policy/what-if`: what policies would have chosen in the last decisions.
 //!
 //! Each decision is made again from what it saw: the candidates with their matches and load at that
-//! moment. So the answer is exact for one decision, and says nothing of what a policy would have
-//! built up over time: which blocks would be where, and how long queues. That is what
-//! `quorate simulate --from-decisions` is for (docs/guide/what-if.md). It reads kept records only,
-//! on a thread of its own and one at a time.
+//! moment. So the answer is exact for one decision, but ignores what a policy would have built up
+//! over time: which blocks would be where, and how long queues. That is what `quorate simulate
+//! --from-decisions` is for (docs/guide/what-if.md). It reads kept records only, on a thread of its
+//! own and one at a time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Backlog reports: the bytes in which replicas tell each other what waits. Like load, they bypass
-//! the log and go stale quickly.
+//! Backlog reports: the encoding in which replicas send each other what waits. Like load, they
+//! bypass the log and go stale quickly.
 
 use state::admission::Backlog;
 use state::ids::ModelKey;

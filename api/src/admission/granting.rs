@@ -1,14 +1,13 @@
-//! `grants = "log"`: who goes next is decided by the log, for all replicas together.
+//! `grants = "log"`: the log decides which request goes next, for all replicas together.
 //!
-//! A request that waits is told to the log; so is room. The grant that comes back charges the
-//! request and lets it go before everything else that waits here, as soon as there is room. What
-//! was granted to a request that is gone is handed on, and its price is the user's credit. The
-//! protocol stands in [`state::grants`].
+//! A replica proposes its waiting requests and its free room to the log. The resulting grant
+//! charges the request and lets it go before everything else that waits here, as soon as there is
+//! room. A grant to a request that is gone is passed on, and its price becomes the user's credit.
+//! [`state::grants`] describes the protocol.
 //!
-//! Who learns of room: the replica where a request ended asks for as many grants at once; room that
-//! stays unused for [`UNUSED_MAX`], because a peer's request ended or a backend was added, is asked
-//! for by every replica that has requests waiting. Grants beyond what there is room for wait at
-//! their replica.
+//! Room is reported by the replica where a request ended, at once; room that stays unused for
+//! [`UNUSED_MAX`], because a peer's request ended or a backend was added, is reported by every
+//! replica that has requests waiting. Grants beyond what there is room for wait at their replica.
 
 use std::collections::BTreeMap;
 use std::sync::{MutexGuard, PoisonError};

@@ -1,4 +1,4 @@
-//! A request that a gateway has sent elsewhere than it was told first.
+//! A request that a gateway sent to another endpoint than the first one offered.
 
 use tokio::time::Instant;
 

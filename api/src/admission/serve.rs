@@ -1,4 +1,4 @@
-//! Serving the queues: who goes now, and where to.
+//! Serving the queues: which request goes now, and where.
 
 use std::time::Duration;
 

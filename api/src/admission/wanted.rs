@@ -1,4 +1,4 @@
-//! What waits for places, as the other replicas are told: they hand over those that they do not
+//! What waits for places, as reported to the other replicas, which hand over those that they do not
 //! need.
 //!
 //! Only what would go if there were a place counts. A request that the gate holds back, or that the

@@ -2,9 +2,9 @@
 //!
 //! At each step vLLM sets a series of this metric to the time, with the adapters of the requests
 //! under way as labels. An adapter without requests is not named, but stays in memory until another
-//! takes its place; and the page goes on showing the series of earlier steps. So the adapters of
-//! the newest series are in memory, and after them those of earlier ones, the latest first, as long
-//! as they fit. Every replica concludes the same from the same page.
+//! replaces it; and the page keeps showing the series of earlier steps. So the adapters of the
+//! newest series are in memory, and after them those of earlier ones, the latest first, as long as
+//! they fit. Every replica concludes the same from the same page.
 
 use std::collections::BTreeMap;
 

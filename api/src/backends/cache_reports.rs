@@ -1,14 +1,14 @@
-//! What engines tell of cached tokens: in which answers they do, and whether an engine's cache looks
+//! Engines' reports of cached tokens: which answers have them, and whether an engine's cache looks
 //! emptied.
 //!
-//! vLLM up to 0.12 leaves the count out where nothing was cached, so an answer without it means
-//! nothing by itself. Of an engine that has told it in answers of the same form (path, stream or
-//! not) it means zero.
+//! vLLM up to 0.12 omits the count if nothing was cached, so an answer without it is ambiguous.
+//! From an engine that has reported it in answers of the same form (path, stream or not), it means
+//! zero.
 //!
-//! An engine that tells neither its start nor a counter is not seen to restart. Its answers show
-//! it: predictions that came true are followed by some in a row of which next to nothing was
-//! cached. One user alone could send prompts that skip the cache, so it takes two, or twice as many
-//! answers. Where predictions miss now and then, belief is too large and nothing was emptied.
+//! The restart of an engine that reports neither its start nor a counter shows only in its answers:
+//! correct predictions are followed by several in a row of which almost nothing was cached. One
+//! user alone could send prompts that skip the cache, so it takes two users, or twice as many
+//! answers. Occasional misses mean that the prediction is too high, not that the cache was emptied.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -8,9 +8,9 @@
 //! are certainly gone, draining or were never probed do not count. The doubtful backends that
 //! answered a request lately are then used like healthy ones. Circuit breakers apply as usual.
 //!
-//! Where none is healthy and none has answered lately, because nobody has asked, those that once
-//! answered are tried, each by one request at a time as if its circuit were open. An answer is the
-//! evidence that panic mode takes.
+//! If none is healthy and none has answered lately, because there were no requests, those that once
+//! answered are tried, each with one request at a time as if its circuit were half-open. An answer
+//! is the evidence that panic mode needs.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! What the sources said last, and what came of it: for the reconciler, operators and metrics.
+//! The last reports of the sources, and the result: for the reconciler, operators and metrics.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -1,7 +1,7 @@
-//! Discovery: engines that a DNS name, a file or Kubernetes tells of become backends.
+//! Discovery: engines listed by a DNS name, a file or Kubernetes become backends.
 //!
-//! Every replica looks at the sources, so that each can tell what it sees and a new leader has an
-//! answer at once. Only the leader acts: what it reads and what the cluster has make a
+//! Every replica queries the sources, so that each can report what it sees and a new leader has an
+//! answer at once. Only the leader acts: it compares its answer with the cluster in a
 //! [`SourcePlan`](state::discovery::SourcePlan), whose changes go through the log (ADR 0087).
 
 mod board;

@@ -1,10 +1,10 @@
-//! What replicas tell each other of themselves once a second, so that people see them side by side
-//! at any one of them: role, indexes, rates, times, queue, disk.
+//! Figures that replicas exchange once a second, so that any one of them can show all side by side:
+//! role, indexes, rates, times, queue, disk.
 //!
 //! Nothing is decided by these figures. They travel with the messages that replicas send each other
 //! anyway ([ADR 0097](../../../docs/adr/0097-a-console-without-a-build.md)), as a list of 64-bit
-//! numbers that grows at the end: a replica takes those that it knows, and takes what an earlier
-//! build did not send as 0.
+//! numbers that grows at the end: a replica reads those that it knows, and reads missing ones, from
+//! an earlier build, as 0.
 
 mod recent;
 

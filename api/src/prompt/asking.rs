@@ -1,11 +1,10 @@
-//! Engines asked for tokens: of prompts, and of answers as the next turn will have them.
+//! Asks engines for tokens: of prompts, and of answers as the next turn will have them.
 //!
-//! A model whose tokenizer is its engine has no template here, so only the engine can say what
-//! becomes of an answer. When one ends, its text is tokenized by itself, and the conversation with
-//! the answer and one more message behind it as a whole. If the whole begins with the prompt's
-//! tokens and goes on with the answer's, the next turn will too. Once that has held for the same
-//! kind of request several times in a row, the answer alone is asked for, and the whole now and
-//! then.
+//! A model whose tokenizer is its engine has no template here, so only the engine knows how an
+//! answer will be tokenized in the next turn. When an answer ends, its text is tokenized alone, and
+//! the conversation with the answer and one more message as a whole. If the whole is the prompt's
+//! tokens followed by the answer's, so is the next turn. Once that has held for the same kind of
+//! request several times in a row, only the answer is tokenized, and the whole now and then.
 
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
-//! Fields by which an engine uses its prefix cache, or the prompt, otherwise than usual.
+//! Fields that change how an engine uses its prefix cache or the prompt.
 //!
-//! vLLM computes a prompt from its first token where it is to give log probabilities of it, and
-//! pools some tasks over all tokens: what is cached of such a prompt helps nothing. It cuts a prompt
-//! where `truncate_prompt_tokens` asks for it. Other engines do not know these fields, or the same.
+//! vLLM computes a prompt from its first token if it must return log probabilities of it, and pools
+//! some tasks over all tokens: cached blocks do not help such a prompt. It truncates a prompt if
+//! `truncate_prompt_tokens` asks for it. Other engines ignore these fields or treat them alike.
 
 use super::ReplyShape;
 use super::lax::LaxValue;

@@ -1,7 +1,7 @@
 //! Finds the body fields that the router does not read itself.
 //!
-//! Kept as hashes in place: who does not care about them pays for no allocation, and who does looks
-//! at the body again only if a name may be there ([`members`]).
+//! They are kept as hashes in place: code that does not use them pays for no allocation, and code
+//! that does reads the body again only if a name may be there ([`members`]).
 
 use std::borrow::Cow;
 use std::fmt;

@@ -7,12 +7,12 @@
 //! without a document tree: strings that are not needed are skipped, the prompt is flattened as it
 //! is met.
 //!
-//! Flattening stands for the engine's chat template, which the router does not know: it need not
-//! look like it, it only has to change where the template's output changes and to grow at the end
-//! where a conversation grows. Per message it is `<|role|>\n`, the content's text, the JSON of
-//! tool calls as sent, and `\n`; `tools` and system text come first, as templates put them. Images
-//! and other media are replaced by a hash of what names them. Message names, tool call ids and
-//! earlier reasoning are left out: templates mostly drop them.
+//! Flattening replaces the engine's chat template, which the router does not know: it need not look
+//! like it, but must change where the template's output changes, and grow at the end as a
+//! conversation grows. Per message it is `<|role|>\n`, the content's text, the JSON of tool calls
+//! as sent, and `\n`; `tools` and system text come first, as templates put them. Images and other
+//! media are replaced by a hash of what names them. Message names, tool call ids and earlier
+//! reasoning are left out: templates mostly drop them.
 //!
 //! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
 

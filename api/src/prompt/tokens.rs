@@ -1,9 +1,9 @@
-//! Identity of token ids: what a prompt's tokens and an engine's KV events are both hashed by.
+//! Identity of token ids: how the tokens of prompts and of engines' KV events are hashed alike.
 //!
 //! The scope of token blocks names the model, the salt and the block size, and in place of the
-//! tokenizer the word `tokens`: ids say by themselves what they are, so a prompt given as ids, one
-//! that was tokenized here and a block that an engine reports meet in the same hashes, whichever
-//! tokenizer made the ids. Blocks of text have the word `character` there and never meet them.
+//! tokenizer the word `tokens`: ids identify themselves, so a prompt given as ids, one that was
+//! tokenized here and a block that an engine reports get the same hashes, whichever tokenizer made
+//! the ids. Blocks of text have the word `character` there and never match them.
 //!
 //! An adapter is named by the model: engines serve a LoRA adapter as a model of its own name. The
 //! scope's own adapter is what SGLang's `lora_path` names beside the model.

@@ -1,9 +1,9 @@
 //! One attempt: sends a request to the backend that was chosen for it and waits until the answer
 //! begins.
 //!
-//! What comes of it is sorted into outcomes ([`Outcome`], [`AttemptFailure`]). An outcome alone
-//! says what the backend's circuit learns, how the attempt is charged, and whether another backend
-//! may be tried: only when this one surely did not run the request.
+//! The result is an outcome ([`Outcome`], [`AttemptFailure`]), which alone determines what the
+//! backend's circuit learns, how the attempt is charged, and whether another backend may be tried:
+//! only when this one surely did not run the request.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};

@@ -1,10 +1,9 @@
-//! The first byte of an answer's body, waited for before its head goes on to the client.
+//! Waits for the first byte of an answer's body before its head goes to the client.
 //!
-//! Once the head is sent, all that can be told of an engine that breaks is a connection that is
-//! cut, or an event within a 200. As long as it is not, the client gets a 502. Most bodies begin
-//! with their head; the head of one that does not is held back for [`HEAD_HELD_MAX`] and no longer,
-//! so that slow first tokens look to clients as they always did. The first byte itself waits for
-//! nothing.
+//! Once the head is sent, a broken engine can only show as a cut connection, or as an event within
+//! a 200. Before that, the client gets a 502. Most bodies begin with their head; the head of one
+//! that does not is held back for [`HEAD_HELD_MAX`] and no longer, so that slow first tokens look
+//! to clients as they always did. The first byte itself waits for nothing.
 
 use std::future::poll_fn;
 use std::task::Poll;

@@ -1,5 +1,5 @@
-//! What two engines are told of where to meet: the address of the prefill engine's bootstrap server
-//! and the numbers of rooms there, in the form of SGLang's gateway.
+//! Tells two engines where to meet: the address of the prefill engine's bootstrap server and the
+//! numbers of rooms there, in the form of SGLang's gateway.
 
 use bytes::Bytes;
 

@@ -1,8 +1,8 @@
-//! The retry budget: how many requests may be on their second engine at a time, per model.
+//! The retry budget: how many requests of a model may be retries at a time.
 //!
-//! When every engine refuses, tries on the next one triple the load on engines that have too much.
-//! As in Envoy, retries under way are bounded by a share of the requests under way, and a least
-//! number. A connection that could not be made is no load and spends nothing.
+//! When every engine refuses, retries on the next one triple the load on overloaded engines. As in
+//! Envoy, concurrent retries are bounded by a share of the requests in flight, and a minimum. A
+//! connection that could not be made is no load and spends nothing.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Whose API a request speaks: in which form its client is told errors, within a stream or instead
-//! of an answer.
+//! Which API a request uses, and so the form of its errors, within a stream or instead of an
+//! answer.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use http::header::CONTENT_TYPE;

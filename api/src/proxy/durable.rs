@@ -1,10 +1,9 @@
 //! `users.charges = "durable"`: the end of an answer waits until its charge is committed.
 //!
 //! The end is what tells a client that its answer is complete: the event `[DONE]` of a stream, the
-//! last piece of a body of announced length, the last chunk of any other. It is withheld from when
-//! the engine has sent it until the log has the charge, so that no complete answer is free of
-//! charge, whoever dies. The wait is bounded: without a quorum answers end all the same, and their
-//! charges stay in the outbox.
+//! last piece of a body of announced length, the last chunk of any other. It is withheld until the
+//! log has the charge, so that no complete answer is free, whichever replica dies. The wait is
+//! bounded: without a quorum, answers end anyway, and their charges stay in the outbox.
 
 use std::future::Future;
 use std::pin::Pin;

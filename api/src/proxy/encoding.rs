@@ -1,9 +1,9 @@
 //! Encodings of request bodies: which are taken, and how a compressed body is decoded within its
 //! limits.
 //!
-//! Engines get the decoded body. Few bytes can become a thousand times as many, so a body is decoded
-//! as it arrives, in small parts between which other requests have their turn, and ends where the
-//! decoded body becomes longer than a body may be.
+//! Engines get the decoded body. A body can grow a thousandfold, so it is decoded as it arrives, in
+//! small parts between which other requests have their turn, and decoding stops once the result
+//! exceeds the limit.
 
 use std::io::{self, Write};
 

@@ -1,8 +1,7 @@
 //! The `x-quorate-*` headers that clients get, as `users.expose` allows.
 //!
-//! How many blocks of a prompt were found tells a client what others asked, block by block, so that
-//! only trusted clients are told of a decision, and nobody with a refusal: that would be a free
-//! question (I61).
+//! The number of matched blocks reveals what others asked, block by block, so only trusted clients
+//! see a decision, and nobody sees one with a refusal, which would be a free query (I61).
 
 use bytes::{BufMut, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};

@@ -1,9 +1,9 @@
 //! Body fields and headers by which a client would command an engine rather than ask it.
 //!
-//! Engines take more than prompts: who goes first in their queue, from which other engine they
-//! fetch cached blocks, which data-parallel rank computes, which code runs over the logits. Behind
-//! a router that is not for clients to say. What is refused gets a 400 that names it; what is
-//! stripped is taken out of the body, and the rest keeps its bytes.
+//! Engines accept more than prompts: priorities in their queue, engines to fetch cached blocks
+//! from, the data-parallel rank that computes, code that runs over the logits. Behind a router,
+//! clients must not set these. A refused field gets a 400 that names it; a stripped field is
+//! removed from the body, and the other bytes stay.
 
 use bytes::Bytes;
 use http::HeaderName;

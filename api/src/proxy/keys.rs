@@ -1,8 +1,8 @@
-//! The keys of this replica's file that clients are served with.
+//! The client keys in this replica's file.
 //!
-//! Kept as SHA-256 under a salt of this run, so that memory, core dumps and mistakes in logging
-//! hold no key. A key is looked up by that hash: what a comparison takes tells of a salted hash
-//! only. All keys can be replaced at once while requests are served.
+//! They are kept as SHA-256 under a salt of this run, so that memory, core dumps and mistaken log
+//! lines hold no key. Keys are looked up by this hash, so the time of a comparison reveals nothing
+//! but a salted hash. All keys can be replaced at once while requests are served.
 
 use std::collections::BTreeMap;
 use std::fmt;

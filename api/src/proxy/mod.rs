@@ -1,23 +1,22 @@
 //! The data plane: takes OpenAI-compatible requests, sends each to the engine the router chooses,
 //! and streams the answer back.
 //!
-//! What leaves and what comes back is the client's and the engine's, byte for byte, except for
-//! usage reporting ([`UsageRequest`]) and the headers of one hop. A client that goes away takes its
-//! request with it: everything a request holds, down to the engine's connection, is owned by the
-//! future and then the body that hyper drops when the client's connection ends, whether that is
-//! during prefill or in mid-stream.
+//! Requests and answers pass through byte for byte, except for usage reporting ([`UsageRequest`])
+//! and hop-by-hop headers. When a client disconnects, its request ends: everything a request holds,
+//! down to the engine's connection, is owned by the future and then the body that hyper drops when
+//! the client's connection ends, whether that is during prefill or in mid-stream.
 //!
-//! So does one that stays and stops reading, after [`ProxyTimeouts::untaken`]. Until then its
-//! answer is read ahead, so that the engine's place is free when the engine is done.
+//! A client that stays but stops reading is treated alike after [`ProxyTimeouts::untaken`]. Until
+//! then its answer is read ahead, so that the engine's place is free when the engine is done.
 //!
-//! A client that shuts down only its sending side counts as gone: engines' time is too dear to be
-//! spent on an answer that may have no reader, and no common HTTP client does this. The same goes
-//! for one that pipelines requests on a connection; its departure is noticed when the answer before
-//! has been written.
+//! A client that shuts down only its sending side counts as gone: engines' time is too expensive
+//! for an answer that may have no reader, and no common HTTP client does this. The same holds for a
+//! client that pipelines requests; its disconnect is noticed when the previous answer has been
+//! written.
 //!
 //! `x-quorate-policy` chooses the policy where the config allows it, `x-quorate-session` (or what
-//! the policy's settings name) the backend under `session`, `x-quorate-priority` who goes first
-//! among requests that wait for a backend; all are passed on.
+//! the policy's settings name) the backend under `session`, `x-quorate-priority` the priority among
+//! waiting requests; all are passed on.
 
 mod access;
 mod ahead;

@@ -1,7 +1,7 @@
 //! Metrics of requests by model, for a bounded number of models.
 //!
-//! A model gets series of its own when the first request for it comes, if a registered backend serves
-//! it: what a client makes up is never a label. Requests for all others count as those for `other`.
+//! A model gets its own series with its first request, if a registered backend serves it: names
+//! that clients invent are never labels. All other requests count under `other`.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};

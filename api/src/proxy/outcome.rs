@@ -1,4 +1,4 @@
-//! How requests end, as metrics, records and the access log tell it.
+//! How requests end, as shown in metrics, records and the access log.
 
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
 

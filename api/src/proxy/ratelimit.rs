@@ -1,5 +1,5 @@
-//! `x-ratelimit-*`: what clients are told of their own limits, in the form of OpenAI's API, so that
-//! SDKs and gateways slow down before they are refused.
+//! `x-ratelimit-*`: clients' own limits, in the form of OpenAI's API, so that SDKs and gateways
+//! slow down before they are refused.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 

@@ -1,8 +1,8 @@
-//! The one reading of a request: from its method, path, headers and body, and from where it comes,
-//! to what admission and routing see of it.
+//! The only parser of requests: from method, path, headers, body and client address to the inputs
+//! of admission and routing.
 //!
-//! The data plane forwards what comes of it, `explain` explains that. A [`ClientRequest`] can be
-//! made nowhere else, so that the two cannot come apart (I72).
+//! The data plane forwards its result, and `explain` explains it. A [`ClientRequest`] can be made
+//! nowhere else, so the two cannot diverge (I72).
 
 use std::sync::Arc;
 use std::time::Duration;

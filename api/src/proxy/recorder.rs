@@ -1,9 +1,9 @@
 //! Recordings that are being made or were: requests that the data plane understood, kept until
 //! somebody fetches them.
 //!
-//! A recording holds the records that decisions are shown from, and the blocks of each prompt, as
-//! they are. What stands in the file in their place is made when it is fetched, so that requests
-//! pay for a lock and a pointer only, and nothing while nobody records.
+//! A recording holds decision records and the blocks of each prompt unchanged. The anonymized form
+//! in the file is made when it is fetched, so requests pay only for a lock and a pointer, and for
+//! nothing without a recording.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};

@@ -1,4 +1,4 @@
-//! A request on two engines at once, in SGLang's words: they meet in a room.
+//! A request on two engines at once that, in SGLang's terms, meet in a room.
 //!
 //! Both engines get the same request, with the address of the prefill engine's bootstrap server and
 //! the number of a room there, drawn for this attempt. The prefill engine answers once the prompt's
@@ -6,10 +6,10 @@
 //! gateway does (`sgl-model-gateway/src/routers/http/pd_router.rs`), to the form of the fields: a
 //! number for one prompt and answer, lists for a batch of prompts or several choices of a chat.
 //!
-//! Neither engine has anything without the other, so whichever fails takes the other's connection
-//! with it. Until the answer's body begins nothing of it was made: a prefill engine that fails
-//! before that is replaced by another one, with a new room. The answer waits for the end of the
-//! prefill engine's, which tells what was cached, but not long once its body has begun.
+//! Neither engine is of use without the other, so if one fails, the other's connection is closed.
+//! Until the answer's body begins nothing of it was made: a prefill engine that fails before that
+//! is replaced by another one, with a new room. The answer waits for the end of the prefill
+//! engine's, which tells what was cached, but not long once its body has begun.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};

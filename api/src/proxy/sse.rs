@@ -1,8 +1,8 @@
 //! Server-sent events as they pass: reads usage and text out of every event and takes out what was
 //! added to the request on the router's behalf, without touching any other byte.
 //!
-//! Frames of the connection and events of the stream do not line up. An event that is not complete
-//! yet is held back until it is; one that grows over [`EVENT_BYTES_MAX`] passes through unread.
+//! Frames of the connection and events of the stream do not align. An incomplete event is held back
+//! until it is complete; one larger than [`EVENT_BYTES_MAX`] passes through unread.
 //!
 //! Where a client asked for usage at the end, the running usage that came with it is taken out. But
 //! some engines put the usage at the end into the last chunk of a choice and send none of its own

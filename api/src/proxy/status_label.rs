@@ -1,5 +1,5 @@
-//! Statuses as values of a label. An engine may answer any of 900, so only those that say something
-//! have a value of their own: the number of series has a bound whatever engines answer.
+//! Statuses as label values. An engine may answer any of 900, so only the meaningful ones have
+//! their own value: this bounds the number of series whatever engines answer.
 
 use prometheus_client::encoding::{EncodeLabelValue, LabelValueEncoder};
 

@@ -1,13 +1,12 @@
 //! Stored responses (`GET` and `DELETE /v1/responses/ID`, `POST /v1/responses/ID/cancel`): they go
 //! to the engine that has them.
 //!
-//! Nothing here knows which one that is, and nothing has to be kept to know it: all engines are
-//! asked in turn, and the first that does not say "not found" answers (ADR 0058). Engines draw ids
-//! at random, so no other engine has another response by the same id. Nothing is charged: no model
-//! runs.
+//! Quorate does not store which one that is: all engines are asked in turn, and the first that does
+//! not say "not found" answers (ADR 0058). Engines draw ids at random, so no other engine has
+//! another response by the same id. Nothing is charged: no model runs.
 //!
-//! Who may use some models only, key or user, gets responses of these. Which model made one stands in the
-//! response, so it is read before anything is done with it.
+//! A key or user restricted to some models gets only responses of these. The response names its
+//! model, so it is read before anything is done with it.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

@@ -1,9 +1,9 @@
-//! Requests that engines break of: one whose connection broke twice is refused for a while.
+//! Requests that break engines: one whose connection broke twice is refused for a while.
 //!
-//! A request that kills its engine is tried again by its client, on the next engine. What broke a
-//! connection is remembered here, by a keyed hash of the request whoever sent it. It is refused
-//! when it breaks another one that it was sent over *after* that was known: of the requests that
-//! one dying engine takes with it, each counts once. Local to a replica: a request can break two
+//! The client of a request that kills its engine repeats it, on the next engine. Requests that
+//! broke a connection are remembered by a keyed hash, whoever sent them. One is refused when it
+//! breaks another connection that it was sent over *after* the first broke: of the requests that
+//! one dying engine takes down, each counts once. Local to a replica: a request can break two
 //! engines per replica that it is sent to.
 
 use std::collections::VecDeque;

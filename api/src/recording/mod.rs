@@ -3,9 +3,9 @@
 //! A recording is a file of JSON lines. The first is its head, each other one a request: when it
 //! came, whose it was, how long it was, which blocks its prompt has, what was decided and what the
 //! engine reported. Users, cache groups and blocks are hashes under a secret of the cluster and the
-//! recording's salt (`names`), so that nobody finds out a name or a text by trying, and two
-//! recordings with different salts cannot be held against each other. Blocks keep what matters of
-//! them: equal beginnings have equal ids (I126, ADR 0096).
+//! recording's salt (`names`), so that nobody can guess a name or a text, and recordings with
+//! different salts cannot be compared. Blocks keep the property that matters: equal prefixes have
+//! equal ids (I126, ADR 0096).
 //!
 //! A block names the whole prompt up to its end, so a line has only those blocks that no line before
 //! it has, and in `after` the one that they follow. docs/guide/what-if.md describes the file.

@@ -1,4 +1,4 @@
-//! What stands in recordings in place of names.
+//! The ids that replace names in recordings.
 
 use sha2::{Digest, Sha256};
 use state::ids::BlockHash;

@@ -1,4 +1,4 @@
-//! Which engines a request for a LoRA adapter is kept to.
+//! Which engines a request for a LoRA adapter is restricted to.
 //!
 //! Affinity comes first, up to a threshold: an engine that has the adapter in memory is preferred
 //! while its queue is short. When all such queues are long, the request may go to an engine that

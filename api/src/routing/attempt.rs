@@ -1,4 +1,4 @@
-//! One dispatch: what it holds from its start, and what it owes at its end.
+//! One dispatch: what it holds from its start, and what it is charged at its end.
 //!
 //! Who pays what: a dispatch is charged ahead for its prompt as estimated, under `vtc-pred` for its
 //! predicted output too, so that it counts at once for the order of those who wait. Prompt tokens

@@ -1,8 +1,8 @@
 //! The decision: filter, match, weigh, choose. The hot path of the whole product.
 //!
 //! A [`Decider`] reads the published state, the load and the overlay, and changes none of them:
-//! whoever holds only a decider cannot dispatch, charge or tell the log anything (I69). What it
-//! does change stays on this replica: round-robin's turn, its metrics, and the trial of a half-open
+//! code that holds only a decider cannot dispatch, charge or write to the log (I69). Its only
+//! changes stay on this replica: round-robin's turn, its metrics, and the trial of a half-open
 //! circuit, which the [`Decision`] holds.
 
 use std::sync::Arc;

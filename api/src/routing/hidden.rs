@@ -1,10 +1,10 @@
-//! Estimates the output of an answer that nobody saw, so that it can be charged.
+//! Estimates the output of an answer that was not delivered, so that it can be charged.
 //!
-//! Without `stream` an answer shows at its end only. Who leaves before, or whose engine breaks
-//! before, has had tokens made all the same, as many as the time allows: the time since the
-//! dispatch, without what a first token takes there, over the time between two tokens, both as
-//! learnt of the backend ([`state::service::LearntPrices`]). The estimate is as good as these
-//! prices; the request's own bound holds.
+//! Without `stream`, an answer appears only at its end. If the client leaves or the engine breaks
+//! before, tokens were generated nevertheless. Their estimate is the time since the dispatch, less
+//! the time to a first token, divided by the time between two tokens, both as learned for the
+//! backend ([`state::service::LearntPrices`]), and at most the request's own bound. It is as good
+//! as these prices.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Output lengths: those of finished requests on their way to the log, told once a second and only
-//! while anybody asks for them; and what is expected of an answer under way.
+//! Output lengths: those of finished requests, proposed to the log once a second while something
+//! uses them; and the expected length of a running answer.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};

@@ -1,4 +1,4 @@
-//! The load table for those who only read it: a decision counts no request in.
+//! Read-only access to the load table: a decision does not add requests to it.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Where a request goes, and what is written down of it.
+//! Chooses where a request goes, and accounts for it.
 //!
 //! A [`Router`] puts together what one replica routes with:
 //!

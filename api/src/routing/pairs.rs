@@ -1,6 +1,6 @@
 //! Requests on two backends: one computes the prompt, the other answers.
 //!
-//! Whether and which is decided by [`state::policy`]; here its candidates are gathered. The prefill
+//! [`state::policy`] decides whether and which; this module gathers its candidates. The prefill
 //! side passes the same filters as any backend. Backends of that side get no whole requests while
 //! others can take them. Engines that meet in rooms get none at all: where no other backend can
 //! take a request it goes to two of them, or to nobody.

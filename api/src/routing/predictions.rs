@@ -1,10 +1,10 @@
-//! Predictions of cached prefixes beside what engines told, by user, until they go into a sample.
+//! Predicted and reported cached prefixes, by user, until they go into a sample.
 //!
 //! One user can make predictions look wrong, with requests for which an engine does not look into
-//! its cache. So no user decides alone whether a backend's predictions are off: of several users
-//! the one is left out without whom the predictions hold best. While one user alone is answered,
-//! predictions wait for another; after [`ALONE_MAX`] they count, as there is nobody else whom the
-//! verdict could harm.
+//! its cache. So no user alone decides whether a backend's predictions are off: of several users,
+//! the one without whom the predictions hold best is left out. While only one user is answered,
+//! predictions wait for another; after [`ALONE_MAX`] they count, because the verdict can harm no
+//! other user.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What a decision went by, kept as numbers, so that it can be shown later as it was made.
+//! The inputs of a decision, kept as numbers, so that it can be shown later as it was made.
 //!
 //! A record holds what the policy saw: the request, the candidates and the policy itself. Nothing
 //! is formatted and no score is computed until somebody asks; the scores then come from the same

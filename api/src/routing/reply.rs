@@ -1,4 +1,4 @@
-//! Blocks that an answer completes: the chain of the prompt goes on with the output as it streams.
+//! Blocks that an answer completes: the prompt's chain continues with the output as it streams.
 
 use state::ids::BlockHash;
 use state::prefix::{self, ChainRoot};

@@ -1,10 +1,10 @@
 //! Shares of the backends' limits: this replica's part of the protocol of [`state::shares`].
 //!
 //! The protocol is a [`ShareBook`]; the places that requests take are in the [`LoadTable`], one
-//! word per backend. What stands between them is here: after everything that changes anything (20
-//! ms passed, a peer reported, requests began to wait, a place fell free that peers want) the book
-//! is told, what it says to hand over is withdrawn from the table, if it is free there, and the
-//! table is told how many requests may run. A request that starts looks at the table only.
+//! word per backend. This module connects them: after every change (20 ms passed, a peer reported,
+//! requests began to wait, a place that peers want became free) it updates the book, withdraws the
+//! places to hand over from the table, if they are free there, and sets how many requests may run.
+//! A starting request looks only at the table.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

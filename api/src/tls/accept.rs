@@ -1,4 +1,5 @@
-//! The handshake of a listener. Who speaks HTTP in the clear to it is told so, once, in HTTP.
+//! The handshake of a listener. A client that speaks plain HTTP to it gets one answer, in HTTP,
+//! that says so.
 
 use std::io;
 use std::sync::Arc;

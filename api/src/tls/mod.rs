@@ -1,5 +1,5 @@
-//! TLS of listeners and of connections to engines and peers: what is made of certificate files, and
-//! made again when they change. One provider of cryptography serves the whole process.
+//! TLS of listeners and of connections to engines and peers: configurations made from certificate
+//! files, and remade when they change. One cryptography provider serves the whole process.
 //!
 //! | module | what |
 //! | --- | --- |

@@ -1,4 +1,4 @@
-//! How a listener proves itself, and whom it asks to.
+//! How a listener authenticates itself, and which clients must do so.
 
 use std::path::PathBuf;
 use std::sync::Arc;

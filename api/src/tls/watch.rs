@@ -1,4 +1,4 @@
-//! Reads certificates again: when their files change, and when told to.
+//! Reloads certificates: when their files change, and on request.
 
 use std::fmt;
 use std::sync::Arc;

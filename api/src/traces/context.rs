@@ -1,4 +1,5 @@
-//! W3C trace context: whose part a request is, as its headers tell and as engines are told.
+//! W3C trace context: the trace that a request is part of, read from its headers and passed to
+//! engines.
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 use opentelemetry::trace::{SpanContext, SpanId, TraceFlags, TraceId, TraceState};

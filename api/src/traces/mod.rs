@@ -1,4 +1,4 @@
-//! Traces: what OTLP collectors are told of requests (ADR 0090).
+//! Traces: what OTLP collectors receive about requests (ADR 0090).
 //!
 //! A sampled request is a span with children: `admission`, `decide` and `attempt`, one each for
 //! every backend that it is tried on. Spans wait in a bounded queue for a task of their own; where

@@ -1,10 +1,10 @@
-//! What a call takes and gives, as the signature of its handler says: the source of the OpenAPI
-//! document, and of the query keys that a call knows.
+//! The inputs and outputs of a call, derived from its handler's signature: the source of the
+//! OpenAPI document, and of the query keys that a call accepts.
 //!
 //! Extractors and answers describe themselves ([`Takes`], [`Gives`]), and a handler is described by
 //! its arguments and its result ([`Described`]). A handler cannot take or give what is not
-//! described: it would not fit into the table of routes. What a type does not tell, which problems
-//! a handler answers of its own accord, stands beside it in that table.
+//! described: it would not fit into the table of routes. The table also lists what no type shows:
+//! the problems that a handler itself answers.
 
 mod answers;
 mod forms;

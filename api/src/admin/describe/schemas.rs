@@ -1,7 +1,7 @@
 //! Schemas of types, as OpenAPI 3.1 has them, which is JSON Schema.
 //!
-//! A type may be read with fields left out that are always written, so what is taken and what is
-//! given have schemas of their own; where they differ, that of requests is called `...Input`.
+//! A type may accept the omission of fields that are always written, so requests and answers have
+//! separate schemas; if they differ, that of requests is called `...Input`.
 
 use std::collections::BTreeSet;
 

@@ -1,7 +1,6 @@
 //! Every path of the admin listener, with who may call it. A path that is not in this table is not
-//! served, and one method of a path cannot be had with less than what the table asks for. The
-//! OpenAPI document is made of the same table (`document`), so neither can have what the other has
-//! not.
+//! served, and no method is served to a lower role than the table requires. The OpenAPI document is
+//! generated from the same table (`document`), so the two cannot differ.
 
 mod call;
 mod recordings;

@@ -1,8 +1,8 @@
 //! `kind = "kubernetes"`: pods of a namespace, by labels or as an `InferencePool` selects them.
 //!
-//! Pods are listed once and then watched: the server tells every change, and with bookmarks how far
-//! it is. When it says that it has forgotten where we are (410), or ends the watch, what is known
-//! stays until a new list or watch tells better (ADR 0089).
+//! Pods are listed once and then watched: the server sends every change, and bookmarks of its
+//! position. If it no longer knows our position (410), or ends the watch, what is known stays until
+//! a new list or watch replaces it (ADR 0089).
 
 mod client;
 mod pods;

@@ -1,13 +1,13 @@
 //! Tokenizers: from a request to the token ids that its engine works on.
 //!
 //! `character` has none: prompts are flattened (see [`super`]) and cut into bytes. The others give
-//! token ids, so that blocks are the engine's own and a prompt meets what KV events tell:
-//! `tiktoken:NAME` with a vocabulary in the binary, `huggingface:FILE` with a `tokenizer.json` and
-//! the model's chat template, and `engine`, which asks the engine itself. What each makes of each
-//! kind of request stands in `docs/guide/tokenizers.md`.
+//! token ids, so that blocks are the engine's own and match KV events: `tiktoken:NAME` with a
+//! vocabulary in the binary, `huggingface:FILE` with a `tokenizer.json` and the model's chat
+//! template, and `engine`, which asks the engine itself. `docs/guide/tokenizers.md` says what each
+//! makes of each kind of request.
 //!
-//! Where no ids can be had (a body that the engine will refuse, a template's own error, a text
-//! beyond a bound), a prompt is identified by its characters, in a scope of its own.
+//! If there are no ids (the engine will refuse the body, the template fails, the text is too long),
+//! a prompt is identified by its characters, in a separate scope.
 
 mod cache;
 mod chat;

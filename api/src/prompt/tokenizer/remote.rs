@@ -1,11 +1,12 @@
-//! Tokens that an engine is asked for: kept by the hash of what was asked, asked once at a time.
+//! Tokens requested from an engine: cached by the hash of the request, with one request at a time
+//! for equal ones.
 //!
-//! One answer serves all who ask the same meanwhile. Who gets none within [`DEADLINE`] goes on
-//! without; after [`FAILURES_MAX`] failures in a row nobody asks for [`REST`], so that an engine
-//! that hangs costs a deadline now and then and not at every request. A question that an engine
-//! refuses is no failure: clients could stop all tokenizing with prompts that no engine takes.
-//! Late answers count as failures only if there was no other answer for [`STALL`]: several prompts
-//! that an engine under load keeps waiting at once are one event, not many.
+//! Concurrent equal requests share one answer. A request that gets none within [`DEADLINE`]
+//! continues without; after [`FAILURES_MAX`] failures in a row no request is sent for [`REST`], so
+//! that a hanging engine costs a deadline now and then and not for every request. A refusal does
+//! not count as a failure: otherwise clients could stop all tokenizing with prompts that no engine
+//! accepts. Late answers count as failures only if there was no other answer for [`STALL`]: several
+//! prompts that an engine under load keeps waiting at once are one event, not many.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

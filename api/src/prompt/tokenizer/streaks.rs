@@ -1,4 +1,4 @@
-//! What has held so many times in a row that it is looked at now and then only.
+//! Checks that have succeeded so many times in a row that they are repeated only now and then.
 
 use std::collections::HashMap;
 

@@ -1,7 +1,7 @@
 //! A model's chat template, rendered as `transformers` and vLLM render it.
 //!
-//! The template is the operator's file, what it renders is foreign: a render may run so many
-//! instructions and write so many bytes, and an error of the template is an answer, not a fault.
+//! The template is the operator's file, but its input is foreign: instructions and output bytes of
+//! a rendering are bounded, and an error of the template is a result, not a fault.
 
 use std::io::{self, Write};
 

@@ -1,7 +1,7 @@
-//! What a gateway hears in a stream: the picker's messages, then how the stream ended.
+//! What the picker sends in a stream: its messages, then how the stream ended.
 //!
-//! An error waits behind the messages without a place among them: a gateway that took none for too long
-//! is told so once it takes them.
+//! An error follows the messages without occupying a slot among them: a gateway that stopped
+//! reading for too long gets it once it reads them.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};

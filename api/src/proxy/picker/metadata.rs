@@ -1,4 +1,4 @@
-//! What gateways and pickers tell each other beside headers.
+//! What gateways and pickers exchange besides headers.
 
 use std::net::SocketAddr;
 

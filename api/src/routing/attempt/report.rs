@@ -1,4 +1,4 @@
-//! What an attempt tells when it is over: its decision's record, the metrics and the samples.
+//! What an attempt reports when it ends: its decision's record, the metrics and the samples.
 
 use tokio::time::Instant;
 

@@ -1,7 +1,7 @@
 //! An attempt on two backends: what it keeps of the prefill stage.
 //!
-//! The usage is one request's. What of the prompt was cached is what the prefill backend says: to
-//! the one that answers the whole prompt looks cached, as it fetched it.
+//! The usage is that of one request. The prefill backend reports how much of the prompt was cached:
+//! to the decode backend the whole prompt looks cached, because it fetched it.
 
 use std::sync::Arc;
 use std::time::Duration;

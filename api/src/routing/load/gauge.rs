@@ -1,7 +1,7 @@
-//! What one replica has under way at one backend, and how much it may have.
+//! What one replica has in flight at one backend, and how much it may have.
 //!
-//! Both stand in one word, so that a place is taken, and taken away, only while it is free: two
-//! requests never take the last one, and none takes a place that is being handed to a peer.
+//! Both are in one word, so that a place is taken or withdrawn only while it is free: two requests
+//! never take the last one, and none takes a place that is being handed to a peer.
 
 use std::sync::Arc;
 
