@@ -1,7 +1,8 @@
-//! How many requests may be on a further engine at a time, as Envoy's retry budget has it.
+//! How many requests may be retries at a time, as in Envoy's retry budget.
 //!
-//! When every engine refuses, tries on the next one multiply the load on engines that have too much
-//! of it. Within a share of what is under way they cannot: an outage costs at most that share more.
+//! When every engine refuses, retries on the next one multiply the load on overloaded engines.
+//! Bounding them by a share of the requests in flight prevents this: an outage adds at most that
+//! share.
 
 /// A budget of retries, of one model at one replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

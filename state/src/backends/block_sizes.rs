@@ -1,4 +1,4 @@
-//! Tokens per block of each model, as its engines say.
+//! Tokens per block of each model, as reported by its engines.
 //!
 //! The block size is part of every block hash, so all replicas must cut a model's prompts alike,
 //! and change the size at the same log index. Engines report their own size through the log, and a

@@ -1,4 +1,4 @@
-//! What a backend does of a request: all of it, or one of its two stages.
+//! The part of a request that a backend computes: all of it, or one of its two stages.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 //! With whom users share cached blocks.
 //!
 //! A prompt that starts like another user's finds that user's blocks in an engine's cache, which
-//! its time to the first token and its usage tell. A user with a scope of its own, or of a group,
+//! its time to first token and its usage reveal. A user with its own scope, or that of a group,
 //! finds only what that scope computed: prompts are hashed under the scope, and engines get it as
 //! `cache_salt` (ADR 0072). Which salt a scope has, is not part of the state: it follows from the
 //! scope and the cluster's hash secret.

@@ -1,9 +1,9 @@
-//! Backends that a source tells of: a DNS name, a file, Kubernetes.
+//! Backends listed by a source: a DNS name, a file, Kubernetes.
 //!
-//! The log knows which source put a backend, and since when that source does not have it. So what an
-//! operator put is never touched, and a new leader continues where the last one was.
-//! [`SourcePlan`] decides what is to change: a pure function of what a source says, of what the
-//! cluster has, and of the time.
+//! The log records which source registered a backend, and since when that source no longer lists
+//! it. So backends of operators are never touched, and a new leader continues where the last one
+//! stopped. [`SourcePlan`] determines the changes: a pure function of the source's answer, the
+//! cluster's backends, and the time.
 
 mod plan;
 mod table;

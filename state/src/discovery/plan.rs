@@ -1,9 +1,9 @@
-//! What is to change so that the cluster has the engines that a source tells of.
+//! The changes that bring the cluster to the engines listed by a source.
 //!
-//! A source may be wrong: its answer may lack engines that are there, or be empty. So what is told is
-//! believed at once, and what is not told slowly: such a backend drains, keeps what it owns, and
-//! goes only after a while. Of one source never more than a fraction is lost at once, and an empty
-//! answer says nothing.
+//! A source may be wrong: its answer may lack engines that are there, or be empty. So additions
+//! take effect at once, and removals slowly: a backend that is no longer listed drains, keeps what
+//! it owns, and is removed only after a while. At most a fraction of a source's backends is lost at
+//! once, and an empty answer is ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,9 +1,11 @@
-//! What engines evict next, for decisions: a request finds what those before it have left.
+//! Predicts what engines evict next, for decisions: a request finds what earlier ones leave in the
+//! cache.
 //!
-//! Events tell an eviction after the fact. What a cache must lose for the requests under way is
-//! known before: an engine of `n` blocks holds those that it has reported, those that leases brought
-//! and it has not reported yet, and one partial block for each request; what is beyond `n` goes, in
-//! the order of [`Ownership::next_leaving`](crate::ownership::Ownership::next_leaving).
+//! Events report an eviction after the fact, but what a cache must evict for the running requests
+//! is known before: an engine of `n` blocks holds those that it has reported, those that leases
+//! brought and it has not reported yet, and one partial block for each request; the excess over `n`
+//! is evicted in the order of
+//! [`Ownership::next_leaving`](crate::ownership::Ownership::next_leaving).
 
 use std::sync::Arc;
 

@@ -27,11 +27,11 @@
 //! - **I100** Every secret of an API key leads to that key and to no other, in the table and as
 //!   published, there are no more keys than there may be, and none whose id was revoked.
 //! - **I105** The plans of users are ones that could have been set, counted as they are.
-//! - **I108** Who has no weight or budget of its own has the defaults', and nobody follows defaults
-//!   that were never set.
+//! - **I108** A user without its own weight or budget has the defaults', and no user follows
+//!   defaults that were never set.
 //! - **I110** Every user with a cache scope of its own is configured, so that it is not forgotten;
 //!   the published scopes are those of the state.
-//! - **I132** What a source is said to have put is registered.
+//! - **I132** Every backend recorded as put by a source is registered.
 //! - **I23** A block has exactly as many reports as there are ranks reporting it.
 //!
 //! "Never fall" in I4 is about time: a check of one moment cannot see it, but the property tests

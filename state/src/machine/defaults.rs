@@ -1,4 +1,4 @@
-//! Commands on what users have who were not given their own.
+//! Commands that set the defaults of users.
 //!
 //! Limits and cache scope have commands that came earlier and set the same values.
 

@@ -1,11 +1,11 @@
-//! Prefill and decode apart: whether a request is worth two backends, and which two.
+//! Disaggregated prefill and decode: whether a request is worth two backends, and which two.
 //!
-//! One backend computes the prompt, another gets its KV cache and answers. Both sides are judged by
-//! the policy that judges whole requests, each by what it has to do: the prefill side computes what
-//! it does not hold, the decode side fetches what it does not hold, which costs a small share of
-//! computing it, and then runs the request. So prefix and pending prefill weigh on the prefill
-//! side, load and memory on the decode side, and a decode backend that holds the prefix is favoured
-//! as far as a transfer is worth.
+//! One backend computes the prompt, another gets its KV cache and answers. The policy for whole
+//! requests chooses both, each by its own work: the prefill side computes what it does not hold;
+//! the decode side fetches what it does not hold, which costs a small share of computing it, and
+//! then runs the request. So prefix and pending prefill count on the prefill side, load and memory
+//! on the decode side, and a decode backend that holds the prefix is preferred only for the
+//! transfer it saves.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,9 +1,9 @@
-//! Capacity of a cache of which nobody told the size, learned from the misses.
+//! Capacity of a cache of unknown size, learned from the misses.
 //!
 //! Without a bound, everything that was ever sent to such an engine would count as cached for ever.
 //! A backend is therefore assumed to hold [`ASSUMED_BLOCKS_MAX`] blocks, and all such backends
 //! together [`ASSUMED_BLOCKS_ALL`]. From there on the engine's answers decide: after every
-//! [`TOKENS_PER_STEP`] prompt tokens, the predictions since the last step are held against the
+//! [`TOKENS_PER_STEP`] prompt tokens, the predictions since the last step are compared with the
 //! cached tokens that the engine reported.
 //!
 //! - *Missed*: more than a thirty-second of the prompt tokens were predicted and not cached. The

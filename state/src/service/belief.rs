@@ -1,9 +1,10 @@
-//! Early correction of a capacity that an engine told: by which predictions fail, not by how much.
+//! Early correction of a capacity that an engine reported: by which predictions fail, not by how
+//! much.
 //!
 //! A capacity that is a few per cent off makes few predictions fail, far less than the bound of
-//! [`super::Accuracy`], but those fail by most of what was predicted: a conversation that is
-//! believed and gone, or forgotten and there. Replicas count such requests, and those that held.
-//! Each failure is a step of a random walk, of which there is one in each direction:
+//! [`super::Accuracy`], but those fail by most of what was predicted: a conversation believed to be
+//! cached is gone, or one believed to be gone is cached. Replicas count such requests, and those
+//! that held. Each failure is a step of a random walk, of which there is one in each direction:
 //!
 //! - a *lost* prediction counts [`FAILURE`] towards less, and twice that against more;
 //! - a *found* one the other way round;
@@ -12,10 +13,11 @@
 //! A walk that reaches [`EVIDENCE`] moves the capacity by a thirty-second. That is a sequential
 //! probability ratio test of "failures go both ways alike" against "four in five go this way".
 //!
-//! What has other causes must not move it. An engine that has lost its cache, or tokens that are
-//! not the engine's, fail more than half of the predictions; a capacity that is a little off does
-//! not. Then nothing counts until the engine has computed as many blocks as it holds: all that was
-//! believed before is forgotten or true again by then. And only what bounds the belief is corrected.
+//! Other causes must not move it. If an engine has lost its cache, or tokens differ from the
+//! engine's, more than half of the predictions fail; with a slightly wrong capacity they do not. In
+//! that case nothing counts until the engine has computed as many blocks as it holds: by then all
+//! earlier beliefs are forgotten or true again. Only a capacity that bounds the belief is
+//! corrected.
 
 use std::collections::BTreeMap;
 

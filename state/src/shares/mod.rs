@@ -1,27 +1,26 @@
 //! Shares of a backend's limit: how many requests each replica may have running there.
 //!
-//! Load that replicas tell each other is up to an exchange old, so replicas that compare it with a
-//! limit all fill the same free place. Here each replica owns *places*: the shares of all add up to
-//! the limit, and a request starts only within the share of its replica. No replica has to ask
-//! another one for that (O'Neil's escrow, 1986; the demarcation protocol of Barbará and
-//! Garcia-Molina, 1992).
+//! The load that replicas report is up to one exchange old, so replicas that compare it with a
+//! limit would all fill the same free place. Here each replica owns *places*: the shares of all add
+//! up to the limit, and a request starts only within the share of its replica. No replica has to
+//! ask another one (O'Neil's escrow, 1986; the demarcation protocol of Barbará and Garcia-Molina,
+//! 1992).
 //!
 //! A replica's share is an even part of the limit, plus what others handed to it, less what it
-//! handed to others. What was handed over is a matrix of numbers that only grow, and of which each
-//! row is written by one replica alone (the bounded counter of Balegas et al., 2015). A replica
-//! tells its row again and again: a report that is lost, repeated or late makes no places.
+//! handed to others. Transfers are a matrix of numbers that only grow, in which each row is written
+//! by one replica only (the bounded counter of Balegas et al., 2015). A replica sends its row
+//! repeatedly: a lost, repeated or late report creates no places.
 //!
 //! The matrix belongs to an *epoch*: the set of replicas that hear each other, with their runs. A
 //! replica that falls silent, comes back or restarts begins another epoch, with an even split and
-//! nothing handed over. Rows of another epoch count for nothing. Until all members have told that
-//! they are in the same epoch, or for [`SILENT_MS`] at most, a replica uses no more than it had in
-//! the one before: of two epochs at once, neither adds places to the other. Since epochs follow
-//! from what is heard, a replica that hears nobody has the whole limit; in a partition each side
-//! has.
+//! nothing handed over. Rows of another epoch count for nothing. Until all members have reported
+//! the same epoch, or for [`SILENT_MS`] at most, a replica uses no more than it had in the previous
+//! one: two concurrent epochs do not add up to more places. Since epochs follow from which replicas
+//! are heard, a replica that hears no other has the whole limit; in a partition each side has.
 //!
-//! [`ShareBook`] is one replica's part of this: it is told the time, what peers report and what
-//! runs, and answers what may run and what should be handed to whom. It knows no clock and sends
-//! nothing. docs/internals/limits.md describes the protocol, docs/adr/0047 the choice.
+//! [`ShareBook`] is one replica's part of this: its inputs are the time, peers' reports and what
+//! runs, its outputs what may run and which places to hand to which replica. It knows no clock and
+//! sends nothing. docs/internals/limits.md describes the protocol, docs/adr/0047 the choice.
 
 mod book;
 mod members;

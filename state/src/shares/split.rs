@@ -1,7 +1,7 @@
-//! Who should hold how many places of a backend, and who hands them to whom.
+//! How many places of a backend each replica should hold, and who hands them to whom.
 //!
-//! All of it are functions of what replicas told each other, so that replicas which know the same
-//! arrive at the same transfers: several with places to spare do not all serve the same need.
+//! All of these are functions of the replicas' reports, so replicas with the same knowledge compute
+//! the same transfers: several with places to spare do not all serve the same need.
 
 use std::cmp::Reverse;
 

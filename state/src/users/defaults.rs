@@ -1,24 +1,21 @@
-//! What users have who were not given a weight, limits or a budget of their own (ADR 0071).
+//! The defaults for users without their own weight, limits or budget (ADR 0071).
 //!
-//! Each of the three is a user's own or the default's as a whole: a budget per day of its own leaves
-//! a user without one per month, whatever the default has.
+//! Each of the three is a user's own or the default as a whole: a user with its own daily budget
+//! has no monthly one, whatever the default.
 //!
-//! # Weights
-//! The default weight is not written into users, so that setting it costs the same however many
-//! there are. Who follows it keeps the weight under which it was charged last, and passes to the one
-//! in force with its next charge. Passing leaves a counter as it is, so that this is the same as
-//! passing at once. Only the counter looks at the weight of the last charge; all else is told the
-//! weight in force.
+//! # Weights The default weight is not stored per user, so that setting it costs the same however
+//! many users there are. A user that follows it keeps the weight of its last charge, and switches
+//! to the current one with its next charge. Switching does not change a counter, so this is
+//! equivalent to switching at once. Only the counter uses the weight of the last charge; everything
+//! else uses the current one.
 //!
-//! # Budgets
-//! While the default has a budget, every charge counts for it, of users without one of their own.
-//! Such a user can be forgotten like one without a budget, and comes back with nothing used:
-//! otherwise names that clients make up would fill the table for good.
+//! # Budgets While the default has a budget, every charge of users without their own counts for it.
+//! Such a user can be forgotten like one without a budget, and returns with nothing used: otherwise
+//! names that clients invent would fill the table for good.
 //!
-//! # Formats
-//! Users who follow the default and are kept all the same, because they have a cache scope, are
-//! marked. There are marks only once defaults were set, which all members then know (format version
-//! 8). Who had a scope before and the weight 1 is taken to follow.
+//! # Formats Users who follow the default but are kept because they have a cache scope are marked.
+//! There are marks only once defaults were set, which all members then know (format version 8). A
+//! user who already had a scope and the weight 1 is assumed to follow.
 
 use super::fallbacks::{DefaultPlan, Fallbacks};
 use super::plan::UserPlan;

@@ -1,5 +1,5 @@
-//! What counts for a user without its own: the values, and how a user follows them. When they are set,
-//! and what that costs, is told in `defaults.rs`.
+//! Values for a user without its own, and how a user follows them. `defaults.rs` explains when they
+//! are set, and the cost.
 
 use bincode::{Decode, Encode};
 

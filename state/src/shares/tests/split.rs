@@ -1,4 +1,4 @@
-//! The arithmetic by itself.
+//! The arithmetic alone.
 
 use proptest::prelude::*;
 
