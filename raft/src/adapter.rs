@@ -8,9 +8,10 @@
 //! all of it; it is retried until it succeeds. So is opening one, if descriptors are short.
 //!
 //! A machine that cannot be trusted takes over another replica's state
-//! ([`StateMachineAdapter::take_over`]) beside Raft, as its log was never in doubt. The machine is
-//! then ahead of what Raft has handed over, and skips the entries that it already has. Until Raft
-//! has caught up no snapshot is taken: Raft would drop entries that it has yet to hand over.
+//! ([`StateMachineAdapter::take_over`]) outside Raft, because its log was never in doubt. The
+//! machine is then ahead of what Raft has handed over, and skips the entries that it already has.
+//! Until Raft has caught up no snapshot is taken: Raft would drop entries that it has yet to hand
+//! over.
 
 use std::io;
 use std::path::Path;

@@ -8,8 +8,8 @@
 //! sends it log entries. From then on it refuses everything from other clusters. A mere claim is
 //! given up again when it can no longer lead to a cluster.
 //!
-//! With the cluster's id goes its name: a config with another name does not start on this store,
-//! as it is more likely another cluster's than a new name of this one (docs/adr/0111).
+//! The store also records the cluster's name: a config with another name does not start on this
+//! store, because it more likely belongs to another cluster than renames this one (docs/adr/0111).
 
 use std::io;
 use std::path::{Path, PathBuf};

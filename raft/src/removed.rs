@@ -1,4 +1,4 @@
-//! Which members were removed, and when, as the log says: the same on every replica.
+//! Which members were removed, and when, according to the log: the same on every replica.
 //!
 //! A request to join that a member made before its removal may arrive after it. The log tells such
 //! a request from that of a replica that was never let in, but only as far as it reaches back, so

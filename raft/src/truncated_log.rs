@@ -1,5 +1,5 @@
-//! The log on sled by itself, for one planted bug: entries that survive a truncation show in hardly
-//! any simulated cluster, since they must be read back before the new leader's entries replace
+//! The log on sled alone, for one planted bug: entries that survive a truncation are rarely visible
+//! in a simulated cluster, because they must be read back before the new leader's entries replace
 //! them.
 
 use std::io;

@@ -3,8 +3,8 @@
 //! The writer takes all changes that are queued, writes them as one batch with one sync, and only
 //! then answers them: the disk's latency is paid once per batch, and never on a Raft task.
 //!
-//! While the disk has no room for a batch, nothing of it is written and it is tried again: a
-//! shortage that passes costs no restart. An error after something was written is final.
+//! While the disk has no room for a batch, nothing of it is written and the writer retries: a
+//! temporary shortage needs no restart. An error after something was written is final.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};

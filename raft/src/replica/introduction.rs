@@ -1,4 +1,4 @@
-//! Introductions: what a replica tells about itself, and what is accepted of others.
+//! Introductions: what a replica says about itself, and what it accepts from others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;

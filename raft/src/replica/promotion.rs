@@ -1,9 +1,9 @@
-//! The leader makes learners voters by itself, where its options say so.
+//! The leader promotes learners to voters automatically, if its options say so.
 //!
-//! A learner gets a vote once it has kept up for a while: it answers, it would lead if asked to (its
-//! log can be written, its state is not in doubt), and its disk has nearly all of the log, among it
-//! the entry that made it a member. Votes are given so that an odd number of replicas has one: one voter more
-//! than an odd number tolerates no further failure, and has every write wait for one more disk.
+//! A learner is promoted once it has kept up for a while: it answers, it could lead (its log can be
+//! written, its state is not in doubt), and its disk has nearly all of the log, including the entry
+//! that made it a member. The number of voters is kept odd: one voter more than an odd number
+//! tolerates no further failure, but makes every write wait for one more disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

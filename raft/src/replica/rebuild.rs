@@ -1,10 +1,10 @@
-//! Replaces the state of a machine that cannot be trusted by that of another replica's.
+//! Replaces the state of a machine that cannot be trusted by that of another replica.
 //!
 //! Raft keeps logs equal, not machines: a fault of memory or of the program may leave a machine
 //! wrong over a correct log. Log, votes and membership were never in doubt, so only the machine is
-//! replaced, beside Raft. Until that is done no further entry is applied here: fetching a state may
-//! take minutes, and a state that reaches less far than this machine could not be followed by the
-//! entries that Raft hands over next.
+//! replaced, outside Raft. Until that is done, no further entry is applied here: fetching a state
+//! may take minutes, and a state that reaches less far than this machine could not be followed by
+//! the entries that Raft hands over next.
 
 use std::io;
 use std::time::Duration;

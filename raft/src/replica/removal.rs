@@ -1,8 +1,8 @@
-//! Asks the other members, while this replica hears no quorum, what is the matter.
+//! Asks the other members why this replica hears no quorum.
 //!
 //! A leader stops talking to a member as soon as its removal is committed, often before that member
 //! has learned of it. A replica that hears no quorum therefore asks the members it knows who the
-//! members are. What it finds in place of an answer is why it has no quorum.
+//! members are. If one does not answer, the error tells why there is no quorum.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,8 +1,9 @@
-//! Members that go for good: one that leaves by itself, one that the leader removes because it is
+//! Members that leave for good: one that removes itself, one that the leader removes because it is
 //! gone, and one that was removed and is wanted again.
 //!
-//! Nobody decides about these but the caller, who knows what the cluster is to be. What is checked
-//! here is that the others can do without: enough voters are left, and most of those answer.
+//! The caller decides about these, because it knows the wanted size of the cluster. This module
+//! only checks that the others can do without the member: enough voters are left, and most of those
+//! answer.
 
 use std::collections::BTreeSet;
 

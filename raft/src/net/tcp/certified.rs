@@ -1,9 +1,9 @@
-//! Replicas that prove themselves with certificates: TLS under HTTP/2, mutual always.
+//! Replicas that authenticate with certificates: TLS under HTTP/2, always mutual.
 //!
-//! The authorities of the cluster say who is a replica, and the names in a certificate which one.
-//! The dialer expects the name of the replica that it means, or, where it knows an address only,
-//! that of any replica. The listener ties a connection to the ids that the caller's certificate
-//! names.
+//! The authorities of the cluster certify replicas, and the names in a certificate say which
+//! replica it is for. The dialer expects the name of the replica that it means, or, if it knows
+//! only an address, that of any replica. The listener ties a connection to the ids that the
+//! caller's certificate names.
 
 use std::fmt;
 use std::io;

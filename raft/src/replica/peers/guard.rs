@@ -4,12 +4,11 @@
 //! sender. It is refused if any of these is wrong: an old address may belong to somebody else by
 //! now. The sender must be a member, and must show its store's number, which only members are told.
 //!
-//! A replica that was away may not know a member that joined meanwhile and leads by now, under an id
-//! that is new or that was another store's when it went. So an unknown leader or candidate is
-//! believed as long as no other leader is heard; otherwise a cluster could be left without a
-//! quorum. What it can do is bounded: [`term_max`] keeps a single call from
-//! using up all terms, after which no election would be possible.
-//! docs/adr/0025-who-is-listened-to.md says which trust remains.
+//! A replica that was away may not know a member that joined in its absence and now leads, under an
+//! id that is new or that belonged to another store. So an unknown leader or candidate is accepted
+//! as long as no other leader is heard; otherwise a cluster could be left without a quorum. What it
+//! can do is bounded: [`term_max`] keeps a single call from using up all terms, after which no
+//! election would be possible. docs/adr/0025-who-is-listened-to.md says which trust remains.
 
 use tonic::Status;
 
