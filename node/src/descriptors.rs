@@ -1,5 +1,5 @@
-//! File descriptors of the process: raises their number as far as the system allows, and limits
-//! clients to what it is enough for.
+//! File descriptors of the process: raises their limit as far as the system allows, and limits
+//! clients accordingly.
 //!
 //! A client's connection takes one, and its request another one for the connection to an engine.
 //! Clients are limited such that the log, peers, operators and probes always find theirs.

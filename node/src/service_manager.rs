@@ -1,6 +1,6 @@
-//! What a service manager wants to hear, as systemd's `Type=notify` has it: that the replica listens, that
-//! it leaves, and that it still runs. Datagrams to the socket that `NOTIFY_SOCKET` names; without one
-//! nobody is told.
+//! Notifies a service manager, as with systemd's `Type=notify`, that the replica listens, that it
+//! leaves, and that it still runs. Sends datagrams to the socket that `NOTIFY_SOCKET` names, if it
+//! is set.
 
 use std::convert::Infallible;
 use std::ffi::OsStr;

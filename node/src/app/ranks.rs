@@ -1,5 +1,5 @@
-//! Gives each engine as many backends as it says it has data-parallel ranks: the leader compares what
-//! its probes found with the registry, and proposes what differs.
+//! Gives each engine one backend per data-parallel rank that it reports: the leader compares its
+//! probes' findings with the registry, and proposes the differences.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
-//! What a config says to a cluster that runs: it registers the backends that the cluster does not
-//! know, and tells which of its other settings the cluster does not follow.
+//! The effect of a config on a running cluster: it registers backends that the cluster does not
+//! know, and logs which of its other settings differ from the cluster's.
 //!
 //! The settings themselves are in the command that founds the cluster. Later changes go through the
-//! admin API and are not undone here: neither settings, nor the removal of a backend.
+//! admin API, and this module does not undo them: neither settings, nor the removal of a backend.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,16 +1,17 @@
 //! Replicas that come and go with a StatefulSet, without an operator.
 //!
-//! The StatefulSet says how many pods there are to be, and a pod's name which one it is. Nothing else
-//! tells a pod that restarts from one that is scaled away: both are told to stop, are away for a
-//! while, and have no address meanwhile. So three things are done, each only after the StatefulSet
-//! was read anew, and none when it cannot be read (ADR 0085):
+//! The StatefulSet says how many pods there should be, and a pod's name says which one it is.
+//! Nothing else distinguishes a pod that restarts from one that is scaled down: both are told to
+//! stop, are away for a while, and have no address in between. So replicas do three things, each
+//! only after reading the StatefulSet again, and none if it cannot be read (ADR 0085):
 //!
-//! - a replica that stops and is beyond what is wanted takes itself out, after its last update;
-//! - the leader removes a member beyond it that was away for long: it was killed before it could;
-//! - a replica that was removed and is wanted again asks to be let in with the log that it has.
+//! - a replica that stops and is beyond the wanted number removes itself, after its last update;
+//! - the leader removes a member beyond it that was away for long, because it was killed before it
+//!   could remove itself;
+//! - a replica that was removed and is wanted again asks to rejoin with the log that it has.
 //!
-//! `raft` refuses what the others could not do without. Votes are given by the leader there, to any
-//! learner that keeps up.
+//! `raft` refuses removals that the others could not do without. There, the leader also promotes
+//! any learner that keeps up.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,5 +1,5 @@
 //! The time between the start and the first request. Connections wait in the listener's backlog
-//! until there is a state to answer from, instead of being told to come back.
+//! until there is a state to answer from, instead of getting an error.
 
 use std::time::Duration;
 

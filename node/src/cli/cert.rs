@@ -1,5 +1,5 @@
-//! `quorate cert`: the certificates of a cluster, made without other tools. An authority of its own
-//! signs one certificate per replica, for all its listeners, and one per operator.
+//! `quorate cert`: the certificates of a cluster, made without other tools. The cluster's own
+//! authority signs one certificate per replica, for all its listeners, and one per operator.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;

@@ -1,5 +1,5 @@
-//! `quorate config reload`: has replicas read their configs again, each its own, and tells what came
-//! of it. What SIGHUP does, from elsewhere.
+//! `quorate config reload`: makes replicas reload their own configs, and prints the results. A
+//! remote SIGHUP.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
-//! `quorate record`: records what replicas are asked, and puts their files together. Also fetches
-//! the last decisions of replicas, for `quorate simulate --from-decisions URL`.
+//! `quorate record`: records the requests of replicas, and merges their files. Also fetches the
+//! last decisions of replicas, for `quorate simulate --from-decisions URL`.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -1,5 +1,5 @@
-//! SIGHUP, or an operator's call: reads the config again and takes what a running replica can change.
-//! What it cannot is named, so that nobody believes it to be in effect.
+//! SIGHUP, or an operator's call: reads the config again and applies what a running replica can
+//! change. It lists the rest, so that nobody believes it to be in effect.
 
 use std::collections::BTreeMap;
 

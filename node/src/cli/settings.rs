@@ -2,8 +2,8 @@
 //! putting its values there.
 //!
 //! Only what the file sets is compared and applied. A write replaces a whole group of settings, so
-//! the others of its group are read right before and sent along; of two operators who change one
-//! group at the same moment the later wins.
+//! the others of its group are read just before and sent along; if two operators change one group
+//! at the same time, the later write wins.
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;

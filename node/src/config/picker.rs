@@ -1,4 +1,4 @@
-//! Checks `[epp]`, and makes the settings of the picker of it.
+//! Checks `[epp]`, and converts it to the settings of the picker.
 
 use api::proxy::picker::{BodyModes, PickerSettings};
 use http::HeaderName;

@@ -1,4 +1,4 @@
-//! HTTP to the engine: every request on a connection of its own, so that closing it is a hang-up.
+//! HTTP to the engine: every request on its own connection, so that closing it is a hang-up.
 
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
 //! What an engine can do, and what Quorate will therefore do: `quorate engine-check URL`.
 //!
 //! Each check asks for one thing over HTTP, as a replica would, and says in a sentence what
-//! follows. They run one after the other, because they read the engine's own counters: beside other
-//! traffic, what they find of cached tokens and of hang-ups may be others'.
+//! follows. They run one after the other, because they read the engine's own counters: other
+//! traffic would falsify the cached tokens and hang-ups that they find.
 
 mod answers;
 mod client;

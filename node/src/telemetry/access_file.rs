@@ -1,7 +1,7 @@
-//! The access log in a file of its own.
+//! The access log in a separate file.
 //!
 //! A thread writes it, behind a bounded queue: no request waits for a disk, a pipe or a file system
-//! that hangs. What finds no room, and what cannot be written, is counted. ADR 0101 has the reasons.
+//! that hangs. Lines that find no room or cannot be written are counted. ADR 0101 has the reasons.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};

@@ -1,4 +1,4 @@
-//! LoRA adapters: which are in memory, what loading one costs, and what the metrics tell of them.
+//! LoRA adapters: which are in memory, what loading one costs, and how the metrics show them.
 //!
 //! As vLLM does: at most `--max-loras` adapters are in one batch, a request whose adapter has no
 //! place waits while others pass, and an adapter stays in memory until another needs its place,

@@ -1,9 +1,9 @@
 //! An emulated vLLM engine: a real prefix cache and scheduler with modelled time, behind vLLM's
 //! HTTP.
 //!
-//! It lets a cluster be tried, tested and measured where there is no GPU. What decides about prefix
-//! hits is not modelled but done: block hashes, reference counts, the order of eviction, queueing
-//! and preemption follow vLLM v1 ([`cache`], [`model`]); only the arithmetic is replaced by its
+//! It lets a cluster be tried, tested and measured without a GPU. Everything that determines prefix
+//! hits is real, not modelled: block hashes, reference counts, the order of eviction, queueing and
+//! preemption follow vLLM v1 ([`cache`], [`model`]); only the arithmetic is replaced by its
 //! duration, and the words by random ones ([`text`]).
 //!
 //! What enters and leaves the cache it can publish as vLLM does ([`events`]).

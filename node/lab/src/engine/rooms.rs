@@ -1,11 +1,11 @@
-//! Prefill and decode apart as SGLang has them: engines that meet in rooms.
+//! Disaggregated prefill and decode as in SGLang: engines that meet in rooms.
 //!
 //! A prefill engine listens on a bootstrap port. Both engines get a request with that address and
 //! the number of a room. The one that answers connects and names the room; the other computes the
 //! prompt once somebody is there, takes as long as the transfer would, says so, and answers its own
-//! request. Who leaves closes the connection, which ends the other's request too. A room nobody
-//! joins, or opens, is given up after a while; a request without one is refused. Time moves, bytes
-//! do not.
+//! request. An engine that leaves closes the connection, which ends the other's request too. A room
+//! that no engine joins, or opens, is abandoned after a while; a request without one is refused.
+//! Time moves, bytes do not.
 
 use std::collections::HashMap;
 use std::io;

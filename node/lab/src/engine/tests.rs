@@ -1,4 +1,4 @@
-//! The engine over real sockets: vLLM's shapes, the cache as `usage` tells it, and clients that
+//! The engine over real sockets: vLLM's shapes, the cache as reported in `usage`, and clients that
 //! leave.
 
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Connections to pickers, with TLS that verifies nobody, as gateways speak it by default.
+//! Connections to pickers, with TLS without verification, as gateways use by default.
 
 use std::io;
 use std::net::SocketAddr;

@@ -1,8 +1,8 @@
 //! The load generator: a plan sent to targets in turn, and a report of what came back.
 //!
-//! A trace is sent open loop: each request goes out when the trace says, whatever became of those
-//! before, up to a bound on how many are under way (how late that made requests is reported). Chats
-//! are sent closed loop: so many at a time, each turn after the answer to the last.
+//! A trace is sent open loop: each request goes out at the trace's time, whatever became of earlier
+//! ones, up to a bound on concurrent requests (the resulting delay is reported). Chats are sent
+//! closed loop: a fixed number at a time, each turn after the answer to the last.
 
 use std::sync::Arc;
 use std::time::Duration;

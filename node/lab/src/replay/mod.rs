@@ -2,7 +2,7 @@
 //!
 //! `quorate replay` drives a trace ([`trace`]); dev mode and the tests use the same generator
 //! ([`load`]) with chats of several users ([`chats`]). The hit rate reported is the engines' own,
-//! from `usage.prompt_tokens_details.cached_tokens`; what the router predicted stands beside it.
+//! from `usage.prompt_tokens_details.cached_tokens`; the router's prediction is shown next to it.
 
 mod args;
 pub mod chats;

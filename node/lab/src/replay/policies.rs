@@ -1,5 +1,5 @@
 //! `quorate replay --policies`: the same trace through one policy after the other, each with three
-//! fresh replicas and fresh emulated engines in this process, and one table of what came of it.
+//! fresh replicas and fresh emulated engines in this process, and one table of the results.
 //!
 //! Replicas and engines are those of `quorate dev`; the replicas come through a port
 //! ([`ClusterUnderTest`]), as this crate does not know the router. What is compared is the

@@ -1,5 +1,5 @@
-//! What a load found: counts, times, and the hit rate as engines saw it beside the one the router
-//! predicted.
+//! Results of a load: counts, times, and the hit rate that engines reported next to the one the
+//! router predicted.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

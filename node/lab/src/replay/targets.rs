@@ -1,7 +1,7 @@
 //! Where load is sent: base URLs taken in turn, those that are known to be down passed over.
 //!
-//! Whoever takes a target down on purpose says so *before* doing it ([`Targets::set_up`]); a
-//! request that was under way there is then counted as lost with it, not as failed.
+//! A caller that takes a target down on purpose says so *before* doing it ([`Targets::set_up`]); a
+//! request in flight there then counts as lost with it, not as failed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

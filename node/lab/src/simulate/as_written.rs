@@ -1,5 +1,5 @@
-//! The pseudo-code of policies' sources, decided by as it is written, to be run beside what is
-//! built. docs/adr/0007 and 0009 say where the two differ and why.
+//! Policies that follow the pseudo-code of their sources literally, for comparison with the
+//! product's. docs/adr/0007 and 0009 say where the two differ and why.
 //!
 //! Only the decision is the source's; how requests are charged, leased and counted is the product's,
 //! and so is the load that decisions see. Where a source leaves open which of several equals it

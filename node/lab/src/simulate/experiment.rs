@@ -1,4 +1,4 @@
-//! The experiments: comparisons with settings of their own and claims that their results are held
+//! The experiments: comparisons with their own settings, and claims that their results are checked
 //! against. docs/guide/simulator.md says what each one shows.
 
 use std::sync::Arc;

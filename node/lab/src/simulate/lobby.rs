@@ -2,8 +2,8 @@
 //! gives them: its queue and gate for engines that batch continuously, its bins for engines that
 //! batch with a barrier.
 //!
-//! What stands here in place of `api::admission` is only what that does around those parts: naming
-//! requests by tickets, and measuring what the gate's slack follows from.
+//! This module replaces only what `api::admission` does around those parts: naming requests by
+//! tickets, and measuring the inputs of the gate's slack.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,5 @@
-//! The overload experiment: what is served of ten times as much as can be served, to clients who
-//! wait, who leave after three seconds, and who try again.
+//! The overload experiment: ten times the capacity, from clients who wait, who leave after three
+//! seconds, and who retry.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! One run, as it is to be: the cluster, its lags, its engines, and what happens to them.
+//! The plan of one run: the cluster, its lags, its engines, and what happens to them.
 
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
-//! What a cluster was asked, from a recording (`api::recording`), as a workload.
+//! A recording of a cluster's requests (`api::recording`) as a workload.
 //!
-//! A recording names blocks and has no text, so each block gets a text of its own: prompts that
-//! began alike begin alike here, block for block. What follows the last block is new to everybody.
-//! Answers are not recorded: what stands in the next turn of a chat is not what the simulated engine
-//! said, so that it finds nothing of an answer in its cache.
+//! A recording names blocks and has no text, so each block gets its own text: equal prefixes stay
+//! equal, block for block. Text after the last block is always new. Answers are not recorded: the
+//! next turn of a chat does not contain what the simulated engine said, so it finds nothing of an
+//! answer in its cache.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;

@@ -1,9 +1,9 @@
-//! A replica as the simulator has it: the replicated state and the product's [`Router`] over it,
-//! with simulated time.
+//! A simulated replica: the replicated state and the product's [`Router`] over it, with simulated
+//! time.
 //!
 //! Filters, decisions, dispatches, charges, leases, samples and the outbox are the product's own.
-//! What stands here is what a socket, a probe or the log does in production: it says when an engine
-//! answered, what engines are doing, and which entry of the log came.
+//! This module does the part of sockets, probes and the log in production: it says when an engine
+//! answered, what engines are doing, and which log entry arrived.
 
 use std::cell::RefCell;
 use std::sync::Arc;

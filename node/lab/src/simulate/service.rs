@@ -1,12 +1,12 @@
-//! Who was served how much, and how far apart users got while both had requests waiting.
+//! How much each user was served, and how far apart users got while both had requests waiting.
 //!
 //! Service is VTC's: input price times computed prompt tokens plus output price times output
-//! tokens, over the user's weight, counted when the engine has done the work. A request whose client
-//! leaves before the first token counts with the prompt that its user is charged for, as nobody
-//! tells how much of it was computed. The *gap* of two users is the largest difference between what
-//! each was served over any stretch of time in which both had requests waiting throughout (Sheng et
-//! al. 2024, definition 4.1): as a sum over time it is the range that the difference of their totals
-//! moves in, kept per pair as it grows.
+//! tokens, over the user's weight, counted when the engine has done the work. A request whose
+//! client leaves before the first token counts as the prompt that its user is charged for, because
+//! no engine reports how much of it was computed. The *gap* of two users is the largest difference
+//! between what each was served over any stretch of time in which both had requests waiting
+//! throughout (Sheng et al. 2024, definition 4.1): as a sum over time it is the range that the
+//! difference of their totals moves in, kept per pair as it grows.
 
 use state::users::FairnessSettings;
 

@@ -1,7 +1,7 @@
 //! `quorate top`: the cluster at work, on one screen or as text.
 //!
-//! Any replica tells of all. Those that members have announced are asked beside those given, so that
-//! another one goes on telling when the one is killed that was asked.
+//! Any replica reports on all. Replicas that members have announced are asked in addition to those
+//! given, so that another one takes over when the one that was asked is killed.
 
 mod observer;
 mod screen;

@@ -1,4 +1,4 @@
-//! Configs of users: what those have who were not given their own.
+//! Configs of users: their defaults.
 
 use state::budgets::Budget;
 use state::caches::CacheScope;

@@ -1,4 +1,4 @@
-//! What the formats read, and how each bad line is told.
+//! What the formats accept, and how each bad line is reported.
 
 use std::time::Duration;
 

@@ -1,5 +1,4 @@
-//! Generated workloads: prompts of a common beginning, a group's beginning, and an end of their
-//! own.
+//! Generated workloads: prompts of a common prefix, a group's prefix, and a unique end.
 //!
 //! One generator with parameters makes all of them: `shared-prefix` has groups, `one-hot` sends
 //! most requests to one of them, `templated` puts one beginning before all groups, `burst` sends

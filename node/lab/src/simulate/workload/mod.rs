@@ -1,8 +1,8 @@
-//! What is asked for: who sends which prompt when.
+//! The workload: which user sends which prompt when.
 //!
 //! A workload is made once per seed and shared by all runs of a comparison, so that every policy
-//! sees the same requests. Requests come at times of their own ([`SimWorkload::arrivals`]), or a
-//! user keeps so many under way that it always waits ([`SimUser::backlog`]).
+//! sees the same requests. Requests arrive at given times ([`SimWorkload::arrivals`]), or a user
+//! keeps so many in flight that some always wait ([`SimUser::backlog`]).
 
 mod mix;
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! A crash in the middle: what a replica had in memory is gone, what it had on disk is there unless
-//! that is lost too. Clients send anew what was cut off.
+//! A crash during the run: a replica loses its memory, but keeps its disk unless that is lost too.
+//! Clients repeat the requests that were cut off.
 
 use state::RouterState;
 
