@@ -116,7 +116,7 @@ pub struct UsersConfig {
     /// Forward a client's `x-vllm-priority` header and `priority` field to engines, whatever
     /// `requests` says. Such requests overtake all others there.
     pub forward_priority: bool,
-    /// What users have who were not given their own.
+    /// Defaults of users.
     pub defaults: UserDefaultsForm,
 }
 
