@@ -270,8 +270,8 @@ impl PromptReader {
             ids: Vec::new(),
         };
         if let Some(tokenizer) = self.due_tokenizer(&read) {
-            self.tokenize_with(&tokenizer, path, body, &mut read)
-                .await?;
+            // Large, and not to be part of the future of requests without a tokenizer.
+            Box::pin(self.tokenize_with(&tokenizer, path, body, &mut read)).await?;
         } else if let Prompt::Tokens(ids) = &mut read.parsed.prompt {
             read.ids = std::mem::take(ids);
         }

@@ -5,6 +5,7 @@
 //! backend's circuit learns, how the attempt is charged, and whether another backend may be tried:
 //! only when this one surely did not run the request.
 
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -332,13 +333,14 @@ pub(super) async fn attempt(
         trace: trace.as_ref(),
         sent: &|| pending.is_sent.store(true, Relaxed),
     };
-    let send = post(
+    // Pinned here: what takes a future by value and awaits it keeps it twice.
+    let send = pin!(post(
         proxy,
         sending.asked,
         &sending.uri,
         decision.backend,
         request,
-    );
+    ));
     let sent = timeout_at(sending.first_byte_by, sending.with_prompt(send)).await;
     let (mut attempt, is_sent) = pending.over();
     let outcome = match sent {

@@ -209,7 +209,10 @@ async fn send(
             is_final: met.is_final,
         });
     }
-    let (mut taken, transfer) = disaggregate(proxy, sending, decision, taken).await?;
+    let (mut taken, transfer) = match prefill {
+        None => (taken, None),
+        Some(_) => Box::pin(disaggregate(proxy, sending, decision, taken)).await?,
+    };
     let out = prefill.filter(|_| transfer.is_none());
     sending.transfer = transfer;
     taken.hides(hidden);

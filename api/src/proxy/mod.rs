@@ -411,7 +411,7 @@ impl Proxy {
                     trace: trace.as_ref(),
                     trace_id,
                 };
-                return forward_stored(self, &holder, &head, from).await;
+                return Box::pin(forward_stored(self, &holder, &head, from)).await;
             }
             Err(failure) => {
                 drop(held);

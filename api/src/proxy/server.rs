@@ -344,7 +344,9 @@ impl ConnectionContext {
         };
         let handshake = tls::accept(stream, config, &NO_TLS, timed);
         let limit = timeouts.first_request;
-        let secured = shake_hands(handshake, seat, &self.stop.cut, limit).await;
+        // Large, and over soon: it is not to be part of what a connection keeps.
+        let secured = Box::pin(shake_hands(handshake, seat, &self.stop.cut, limit));
+        let secured = secured.await;
         if secured.is_err() {
             self.proxy.metrics.tls_handshakes_failed.inc();
         }
@@ -459,10 +461,11 @@ fn service(
         // HTTP/2 has no such header; GOAWAY says it.
         let can_close = request.version() <= Version::HTTP_11;
         asked.note(!can_close);
-        let answer = Arc::clone(&proxy).answer(peer.clone(), seated.turn(), request);
+        let (proxy, peer, turn) = (Arc::clone(&proxy), peer.clone(), seated.turn());
         let (asked, stop) = (Arc::clone(&asked), stop.clone());
+        // Begun inside: a future that is captured and awaited is kept, and moved, twice.
         async move {
-            let mut response = answer.await;
+            let mut response = proxy.answer(peer, turn, request).await;
             asked.written.is(response.body().relay());
             if can_close && stop.is_leaving() {
                 response.headers_mut().insert(CONNECTION, CLOSE);
@@ -506,5 +509,20 @@ impl ConnectionGaugeGuard {
 impl Drop for ConnectionGaugeGuard {
     fn drop(&mut self) {
         self.0.dec();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn future_bytes<A, B, C, D, F: Future>(_: impl Fn(A, B, C, D) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    #[test]
+    fn a_request_moves_few_bytes_and_leaves_few_with_its_connection() {
+        let bytes = future_bytes(Proxy::answer);
+        assert!(bytes <= 8 * 1024, "the future of a request has {bytes} bytes");
     }
 }

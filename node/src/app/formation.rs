@@ -17,7 +17,7 @@ use state::prefix::BlockHasher;
 use state::users::FairnessSettings;
 
 use super::ports::FIRST_COMMAND_SEQ;
-use super::{formats, scaling};
+use super::scaling;
 use crate::config::{self, Config, RetryConfig};
 
 /// Returns the options of a Raft replica that peers reach at `peer` and that forms a cluster with

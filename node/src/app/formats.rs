@@ -218,9 +218,10 @@ mod tests {
     fn what_every_build_knows_waits_for_nobody() {
         let command = Command::AssignReaders(Vec::new());
         assert_eq!(check(&command, &|| unreachable!("nobody is asked")), Ok(()));
-        assert_eq!(
-            label(FORMAT_VERSION),
-            ("format".to_owned(), FORMAT_VERSION.to_string())
-        );
+        let told = |name: &str, known: u8| (name.to_owned(), known.to_string());
+        let both = [told("format", FORMAT_VERSION), told("messages", VERSION_FIGURES)];
+        assert_eq!(labels(FORMAT_VERSION), both);
+        let both = [told("format", 5), told("messages", VERSION_SHARES)];
+        assert_eq!(labels(5), both);
     }
 }
