@@ -281,7 +281,8 @@ impl Collector for DiscoveryMetrics {
         }
         let mut engines = encoder.encode_descriptor(
             "quorate_discovery_engines",
-            "Engines of a source: listed, refused; and its backends: registered, lost, withheld",
+            "Engines of a source: told (listed by it), refused; and its backends: registered, lost, \
+             withheld",
             None,
             MetricType::Gauge,
         )?;

@@ -2,9 +2,10 @@
 //!
 //! A model whose tokenizer is its engine has no template here, so only the engine knows how an
 //! answer will be tokenized in the next turn. When an answer ends, its text is tokenized alone, and
-//! the conversation with the answer and one more message as a whole. If the whole is the prompt's
-//! tokens followed by the answer's, so is the next turn. Once that has held for the same kind of
-//! request several times in a row, only the answer is tokenized, and the whole now and then.
+//! the conversation with the answer and one more message as a whole. If the whole begins with the
+//! prompt's tokens followed by the answer's, so will the next turn. Once that has held for the same
+//! kind of request several times in a row, only the answer is tokenized, and the whole now and
+//! then.
 
 use std::sync::Arc;
 

@@ -2,9 +2,9 @@
 //!
 //! The client of a request that kills its engine repeats it, on the next engine. Requests that
 //! broke a connection are remembered by a keyed hash, whoever sent them. One is refused when it
-//! breaks another connection that it was sent over *after* the first broke: of the requests that
-//! one dying engine takes down, each counts once. Local to a replica: a request can break two
-//! engines per replica that it is sent to.
+//! breaks another connection that it was sent over *after* that was known: of the requests that one
+//! dying engine takes down, each counts once. Local to a replica: a request can break two engines
+//! per replica that it is sent to.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};

@@ -10,8 +10,8 @@
 //!   could remove itself;
 //! - a replica that was removed and is wanted again asks to rejoin with the log that it has.
 //!
-//! `raft` refuses removals that the others could not do without. There, the leader also promotes
-//! any learner that keeps up.
+//! `raft` refuses to remove members that the others could not do without. There, the leader also
+//! promotes any learner that keeps up.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -91,7 +91,7 @@ pub struct UsersConfig {
     /// File with the accepted API keys, one per line, optionally followed by the user the key
     /// belongs to. Keys are not forwarded to engines. Reloaded when it changes. Without it, any key
     /// is accepted and forwarded to the engine, which may check it, unless `require_key` is set.
-    /// Keys of the cluster (`quorate key create`, `qk-...`) are always accepted.
+    /// Keys of the cluster (`quorate key create`, `qk-...`) are accepted as well.
     pub api_keys_file: Option<PathBuf>,
     /// Refuse requests without a key of the cluster or of `api_keys_file`.
     pub require_key: bool,

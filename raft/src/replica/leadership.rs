@@ -1,6 +1,6 @@
 //! Which replicas should not lead, and which should lead instead.
 //!
-//! A replica steps back while its log cannot be written or its machine's state may be wrong: it
+//! A replica stands back while its log cannot be written or its machine's state may be wrong: it
 //! requests no votes, refuses leadership, and transfers it if it has it. A leader also transfers
 //! leadership to a voter that more of the others can call, since what those others learn would wait
 //! with them.

@@ -3,19 +3,25 @@
 //! Each of the three is a user's own or the default as a whole: a user with its own daily budget
 //! has no monthly one, whatever the default.
 //!
-//! # Weights The default weight is not stored per user, so that setting it costs the same however
-//! many users there are. A user that follows it keeps the weight of its last charge, and switches
-//! to the current one with its next charge. Switching does not change a counter, so this is
-//! equivalent to switching at once. Only the counter uses the weight of the last charge; everything
-//! else uses the current one.
+//! # Weights
 //!
-//! # Budgets While the default has a budget, every charge of users without their own counts for it.
-//! Such a user can be forgotten like one without a budget, and returns with nothing used: otherwise
-//! names that clients invent would fill the table for good.
+//! The default weight is not stored per user, so that setting it costs the same however many users
+//! there are. A user that follows it keeps the weight of its last charge, and switches to the
+//! current one with its next charge. Switching does not change a counter, so this is equivalent to
+//! switching at once. Only the counter uses the weight of the last charge; everything else uses the
+//! current one.
 //!
-//! # Formats Users who follow the default but are kept because they have a cache scope are marked.
-//! There are marks only once defaults were set, which all members then know (format version 8). A
-//! user who already had a scope and the weight 1 is assumed to follow.
+//! # Budgets
+//!
+//! While the default has a budget, every charge of users without their own counts for it. Such a
+//! user can be forgotten like one without a budget, and returns with nothing used: otherwise names
+//! that clients invent would fill the table for good.
+//!
+//! # Formats
+//!
+//! Users who follow the default but are kept because they have a cache scope are marked. There are
+//! marks only once defaults were set, which all members then know (format version 8). A user who
+//! already had a scope and the weight 1 is assumed to follow.
 
 use super::fallbacks::{DefaultPlan, Fallbacks};
 use super::plan::UserPlan;
