@@ -328,20 +328,17 @@ pub(super) async fn attempt(
     let asked = sending.asked;
     let trace = asked.trace_headers(attempt.trace());
     let pending = PendingAttempt::of(attempt).meeting(sending.meeting.as_ref());
-    let request = Post {
-        body: &|backend: &Backend| sending.body_for(proxy, backend),
-        trace: trace.as_ref(),
-        sent: &|| pending.is_sent.store(true, Relaxed),
+    let sent = {
+        let request = Post {
+            body: &|backend: &Backend| sending.body_for(proxy, backend),
+            trace: trace.as_ref(),
+            sent: &|| pending.is_sent.store(true, Relaxed),
+        };
+        let (uri, to) = (&sending.uri, decision.backend);
+        // Pinned here: what takes a future by value and awaits it keeps it twice.
+        let send = pin!(post(proxy, sending.asked, uri, to, request));
+        timeout_at(sending.first_byte_by, sending.with_prompt(send)).await
     };
-    // Pinned here: what takes a future by value and awaits it keeps it twice.
-    let send = pin!(post(
-        proxy,
-        sending.asked,
-        &sending.uri,
-        decision.backend,
-        request,
-    ));
-    let sent = timeout_at(sending.first_byte_by, sending.with_prompt(send)).await;
     let (mut attempt, is_sent) = pending.over();
     let outcome = match sent {
         Ok(Ok(response)) => {

@@ -51,8 +51,8 @@ pub struct Attempt {
     dispatcher: Arc<Dispatcher>,
     id: AttemptId,
     user: UserKey,
-    /// `None` once the attempt is over.
-    pub(super) open: Option<OpenAttempt>,
+    /// `None` once the attempt is over. Boxed, because an attempt is moved often on its way.
+    pub(super) open: Option<Box<OpenAttempt>>,
 }
 
 /// What an attempt holds until its end.
@@ -208,7 +208,7 @@ impl Dispatcher {
             dispatcher: Arc::clone(self),
             id,
             user,
-            open: Some(open),
+            open: Some(Box::new(open)),
         }
     }
 
