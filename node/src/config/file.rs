@@ -246,7 +246,7 @@ pub struct ModelConfig {
     pub name: String,
     /// How prompts are tokenized: `character` (not at all), `tiktoken:cl100k_base`,
     /// `tiktoken:o200k_base`, `huggingface:FILE` with the path of a `tokenizer.json`, `engine` (by
-    /// the engine's `/tokenize`), or `engine:FILE` (by that file if no engine answers). See
+    /// the engine's `/tokenize`), or `engine:FILE` (by that file, compared with the engine). See
     /// docs/guide/tokenizers.md.
     #[default(Parsed(TokenizerSpec::Character))]
     pub tokenizer: Parsed<TokenizerName>,
