@@ -124,6 +124,7 @@ impl<'de> Visitor<'de> for Message<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         self.content.clear();
+        let mut text: Option<&'de str> = None;
         let mut role: Option<Str<'de>> = None;
         let mut kind: Option<Str<'de>> = None;
         let mut calls: Option<&'de RawValue> = None;
@@ -134,7 +135,7 @@ impl<'de> Visitor<'de> for Message<'_> {
                 "type" => kind = Some(map.next_value()?),
                 "content" => {
                     self.content.clear();
-                    map.next_value_seed(ContentText {
+                    text = map.next_value_seed(MessageContent {
                         out: &mut *self.content,
                     })?;
                 }
@@ -147,6 +148,11 @@ impl<'de> Visitor<'de> for Message<'_> {
                 _ => rest.push(key, map.next_value()?),
             }
         }
+        if let (Some(Str(role)), Some(text), None) = (&role, text, calls) {
+            push_framed(self.out, role, text.as_bytes());
+            return Ok(());
+        }
+        self.content.extend_from_slice(text.unwrap_or_default().as_bytes());
         match (role, kind) {
             (Some(Str(role)), _) => {
                 let calls = calls.map_or("", RawValue::get);
@@ -163,6 +169,51 @@ impl<'de> Visitor<'de> for Message<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// Content of a message. Answers a string as it stands in the body, which is most of a long prompt and is
+/// not to be copied more than once; writes all else to `out`.
+struct MessageContent<'a> {
+    out: &'a mut Vec<u8>,
+}
+
+impl<'de> DeserializeSeed<'de> for MessageContent<'_> {
+    type Value = Option<&'de str>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for MessageContent<'_> {
+    type Value = Option<&'de str>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        ContentText { out: &mut Vec::new() }.expecting(f)
+    }
+
+    fn visit_unit<E>(self) -> Result<Self::Value, E> {
+        Ok(None)
+    }
+
+    fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Self::Value, E> {
+        Ok(Some(text))
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+        self.out.extend_from_slice(text.as_bytes());
+        Ok(None)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<Self::Value, A::Error> {
+        ContentText { out: self.out }.visit_seq(seq)?;
+        Ok(None)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+        ContentText { out: self.out }.visit_map(map)?;
+        Ok(None)
     }
 }
 
