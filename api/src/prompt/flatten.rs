@@ -152,7 +152,8 @@ impl<'de> Visitor<'de> for Message<'_> {
             push_framed(self.out, role, text.as_bytes());
             return Ok(());
         }
-        self.content.extend_from_slice(text.unwrap_or_default().as_bytes());
+        self.content
+            .extend_from_slice(text.unwrap_or_default().as_bytes());
         match (role, kind) {
             (Some(Str(role)), _) => {
                 let calls = calls.map_or("", RawValue::get);
@@ -190,7 +191,10 @@ impl<'de> Visitor<'de> for MessageContent<'_> {
     type Value = Option<&'de str>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        ContentText { out: &mut Vec::new() }.expecting(f)
+        ContentText {
+            out: &mut Vec::new(),
+        }
+        .expecting(f)
     }
 
     fn visit_unit<E>(self) -> Result<Self::Value, E> {

@@ -524,6 +524,9 @@ mod tests {
     #[test]
     fn a_request_takes_few_bytes() {
         let bytes = future_bytes(Proxy::answer);
-        assert!(bytes <= 9 * 1024, "the future of a request has {bytes} bytes");
+        assert!(
+            bytes <= 9 * 1024,
+            "the future of a request has {bytes} bytes"
+        );
     }
 }

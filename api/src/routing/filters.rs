@@ -247,7 +247,9 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     fn gather_of(&mut self, serving: &[ServingBackend], ejected: Ejection) -> RoutingRejection {
         let others = self.fleet.registry.backends.len() - serving.len();
         let others = u32::try_from(others).unwrap_or(u32::MAX);
-        self.scratch.tally.add_many(FilterVerdict::OtherModel, others);
+        self.scratch
+            .tally
+            .add_many(FilterVerdict::OtherModel, others);
         let mut refusal = RoutingRejection::UnknownModel;
         for backend in serving {
             let glance = self.decider.backends.glance(backend.handle.slot);

@@ -34,7 +34,7 @@ pub struct AdmissionForm {
     #[default(Parsed(AdmissionSettings::default().concurrency))]
     pub concurrency: Parsed<Slots>,
     /// Maximum number of waiting requests per model and replica; further ones get a 503. Each takes
-    /// about 64 KiB, connection included.
+    /// about 32 KiB, connection included.
     #[schemars(range(min = 1))]
     #[default(AdmissionSettings::default().queue_max)]
     pub max_queue: u32,

@@ -105,7 +105,10 @@ mod tests {
         let observation = &mut record.observation;
         observation.unreadable = vec![(5, run(2, 1), ReplicaId(1))];
         let broken = check(&record).unwrap_err();
-        assert!(broken.detail.ends_with("a message of 1 at 5 us"), "{broken}");
+        assert!(
+            broken.detail.ends_with("a message of 1 at 5 us"),
+            "{broken}"
+        );
         record.observation.downgraded.insert(ReplicaId(2));
         assert_eq!(check(&record), Ok(1));
     }

@@ -168,7 +168,9 @@ impl Witness for RunWatcher {
         );
         self.ledger.with(|record| {
             let observation = &mut record.observation;
-            observation.unreadable.push((now_us, self.run, ReplicaId(from)));
+            observation
+                .unreadable
+                .push((now_us, self.run, ReplicaId(from)));
         });
     }
 }

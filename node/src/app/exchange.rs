@@ -65,7 +65,9 @@ pub(super) struct GossipInbox {
 
 impl PeerHandler for GossipInbox {
     fn message(&self, from: u8, bytes: &[u8]) {
-        let is_known = bytes.first().is_none_or(|version| *version <= self.version_max);
+        let is_known = bytes
+            .first()
+            .is_none_or(|version| *version <= self.version_max);
         let Some(message) = GossipMessage::read(bytes).filter(|_| is_known) else {
             tracing::warn!(peer = from, "could not decode a peer's message");
             if let Some(witness) = &self.witness {

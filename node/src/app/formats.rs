@@ -49,7 +49,10 @@ pub(super) fn messages_known(format: u8) -> u8 {
 /// Returns the labels of a build that knows this format.
 pub(super) fn labels(own: u8) -> [(String, String); 2] {
     let label = |name: &str, known: u8| (name.to_owned(), known.to_string());
-    [label(LABEL, own), label(MESSAGES_LABEL, messages_known(own))]
+    [
+        label(LABEL, own),
+        label(MESSAGES_LABEL, messages_known(own)),
+    ]
 }
 
 /// Whether all members have announced that they can read messages of this version. Only asked of
@@ -219,7 +222,10 @@ mod tests {
         let command = Command::AssignReaders(Vec::new());
         assert_eq!(check(&command, &|| unreachable!("nobody is asked")), Ok(()));
         let told = |name: &str, known: u8| (name.to_owned(), known.to_string());
-        let both = [told("format", FORMAT_VERSION), told("messages", VERSION_FIGURES)];
+        let both = [
+            told("format", FORMAT_VERSION),
+            told("messages", VERSION_FIGURES),
+        ];
         assert_eq!(labels(FORMAT_VERSION), both);
         let both = [told("format", 5), told("messages", VERSION_SHARES)];
         assert_eq!(labels(5), both);

@@ -298,12 +298,9 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
     RouteInfo {
         path: "/admin/v1/user-defaults",
         calls: &[
-            get(
-                "getUserDefaults",
-                VIEWER,
-                "The defaults of users.",
-                || served(user_defaults::show),
-            ),
+            get("getUserDefaults", VIEWER, "The defaults of users.", || {
+                served(user_defaults::show)
+            }),
             put(
                 "putUserDefaults",
                 OPERATOR,
