@@ -88,10 +88,6 @@ impl OutgoingRequest<'_> {
 }
 
 /// How an attempt went, for the request.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "made once a request and taken apart at once"
-)]
 pub(super) enum AttemptResult {
     /// The engine's answer, whose body has begun or is awaited no longer.
     Answered(Response<EngineBody>, Attempt),
