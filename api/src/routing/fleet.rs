@@ -39,8 +39,7 @@ pub(super) struct RoutingTable {
     serving: ArcSwap<BTreeMap<String, Arc<[ServingBackend]>>>,
 }
 
-/// Most models of which it is remembered who serves them. An engine that has not been probed yet may
-/// serve any.
+/// Most models of which it is remembered who serves them.
 const SERVED_MODELS_MAX: usize = 256;
 
 /// A backend that serves a model, with what the filters ask of each of them: in one row, as the
@@ -97,8 +96,8 @@ impl RoutingTable {
             return read(serving);
         }
         let serving = self.find_serving(model);
-        // Nobody's models are not remembered, as clients can name any number of them.
-        if !serving.is_empty() && known.len() < SERVED_MODELS_MAX {
+        // What no backend names is not remembered, as clients can ask for anything.
+        if self.is_named(model, &serving) && known.len() < SERVED_MODELS_MAX {
             self.serving.rcu(|known| {
                 let mut known = BTreeMap::clone(known);
                 known.insert(model.to_owned(), Arc::from(&*serving));
@@ -106,6 +105,16 @@ impl RoutingTable {
             });
         }
         read(&serving)
+    }
+
+    /// Whether one of those that serve `model` has it in its description or in its engine's list.
+    fn is_named(&self, model: &str, serving: &[ServingBackend]) -> bool {
+        let describes = |at: usize| {
+            let models = &self.registry.backends[at].spec.models;
+            models.iter().any(|named| named == model)
+        };
+        let mut serving = serving.iter();
+        serving.any(|backend| backend.is_listed || describes(backend.at))
     }
 
     fn find_serving(&self, model: &str) -> Vec<ServingBackend> {
@@ -119,6 +128,12 @@ impl RoutingTable {
             role: backend.spec.role,
         });
         serving.collect()
+    }
+
+    /// Models of which it is remembered who serves them.
+    #[cfg(test)]
+    pub(super) fn remembered(&self) -> Vec<String> {
+        self.serving.load().keys().cloned().collect()
     }
 
     pub(super) fn meter(&self, backend: BackendRef) -> Option<Arc<BackendMeter>> {

@@ -420,3 +420,32 @@ fn a_model_has_its_own_policy_unless_the_request_names_one() {
     );
     assert_eq!(explained.policy_source, PolicySource::Request);
 }
+
+#[test]
+fn who_serves_a_model_is_remembered_of_named_models_until_the_registry_changes() {
+    let bench = Bench::new(2);
+    bench.admin(Command::PutBackend(state::command::BackendSpec {
+        models: vec!["*".to_owned()],
+        ..spec(1, None)
+    }));
+    let identity = bench.identify("hello");
+    let verdicts = |bench: &Bench, model| {
+        bench.verdicts(&RoutingRequest {
+            model,
+            ..ask(&identity, &[])
+        })
+    };
+    let remembered = |bench: &Bench| bench.router.decider().fleet.table().remembered();
+    let (candidate, other) = (FilterVerdict::Candidate, FilterVerdict::OtherModel);
+    // An engine that has not said what it serves may serve any, under names that clients make up.
+    for model in ["x", "y", "z"] {
+        assert_eq!(verdicts(&bench, model), [other, candidate]);
+    }
+    assert_eq!(remembered(&bench), [""; 0]);
+    assert_eq!(verdicts(&bench, "m"), [candidate, candidate]);
+    assert_eq!(remembered(&bench), ["m"]);
+    bench.lists(1, &["x"]);
+    assert_eq!(verdicts(&bench, "m"), [candidate, other]);
+    assert_eq!(verdicts(&bench, "x"), [other, candidate]);
+    assert_eq!(remembered(&bench), ["m", "x"]);
+}
