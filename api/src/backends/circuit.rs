@@ -12,7 +12,7 @@
 //! before the next one, and cannot prolong the pause again.
 //!
 //! Circuits are local and last no longer than a backend's incarnation. The hot path reads one word
-//! per backend; changing a circuit takes its short lock.
+//! while all are closed, else one per backend; changing a circuit takes its short lock.
 
 use std::collections::VecDeque;
 use std::fmt;
