@@ -46,6 +46,7 @@ const IN_CLUSTERS: &[InCluster] = &[
         1,
     ),
     ("node.FormatSentEarly", "I130", &[Fault::Upgrade], 8, 5),
+    ("node.MessageSentEarly", "I130", &[Fault::Upgrade], 8, 5),
 ];
 
 /// What no simulated cluster shows, and the log on sled by itself does: see `raft::truncated_log`.

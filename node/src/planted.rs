@@ -14,4 +14,6 @@ api::plantable_bugs! {
     SessionKept,
     /// Commands are proposed before all members can read them.
     FormatSentEarly,
+    /// Messages are sent before all members can read them.
+    MessageSentEarly,
 }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use api::clock::Clock;
+use api::figures::ReplicaFigures;
 use node::app::core::{CorePorts, ReplicaCore, Witness};
 use node::app::scaling::ScaleSource;
 use node::config::Config;
@@ -179,6 +180,10 @@ impl Machine {
         let (config, started) = (self.config.clone(), Arc::clone(&starting));
         runtime.spawn(async move {
             let core = ReplicaCore::start(config, ports).await;
+            if let Ok(core) = &core {
+                // What only the newest messages carry; production fills it in from its sockets.
+                core.figures().tell(&ReplicaFigures::default());
+            }
             *started.lock().unwrap_or_else(PoisonError::into_inner) = Some(core);
         });
         let origin = runtime.block_on(async { Instant::now() });
