@@ -200,8 +200,12 @@ class Replica:
         config.write_text(text + more)
         command = [quorate, "serve", "--config", config]
         self.process = race.Process(folder, "replica", race.SUBJECT_CORE, command)
-        race.wait_for_leader([self.admin])
         self.port = data
+        try:
+            race.wait_for_leader([self.admin])
+        except BaseException:
+            self.process.stop()
+            raise
 
     def resident(self):
         status = pathlib.Path(f"/proc/{self.process.child.pid}/status").read_text()
