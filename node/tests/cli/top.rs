@@ -106,6 +106,6 @@ fn a_watched_command_goes_on_while_its_replica_restarts() {
     watched.shows(&["replica 1 is leader"]);
     drop(replica);
     watched.shows(&["cannot connect"]);
-    watched.signal("INT");
+    watched.signal("TERM");
     assert_eq!(watched.ended(), None, "a signal ended it");
 }
