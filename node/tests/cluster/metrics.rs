@@ -342,7 +342,7 @@ async fn the_series_of_512_backends_and_50_models_are_as_few_as_the_reference_sa
     count.assert_bounded();
     let [backend, model, others] = SERIES_MAX;
     let told = format!(
-        "{BACKENDS} backends and {MODELS} models are {},{:03} at most.",
+        "at most {},{:03} for {BACKENDS} backends and {MODELS} models.",
         (backend * BACKENDS + model * MODELS + others) / 1000,
         (backend * BACKENDS + model * MODELS + others) % 1000
     );
