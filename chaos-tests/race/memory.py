@@ -43,9 +43,6 @@ codel_target = "1day"
 class Engine:
     """Answers at once, except that a stream gets one event and then waits."""
 
-    def __init__(self):
-        self.streams = 0
-
     async def serve(self, reader, writer):
         try:
             while True:
@@ -63,7 +60,6 @@ class Engine:
                         + b"%x\r\n%s\r\n" % (len(FIRST_EVENT), FIRST_EVENT)
                     )
                     await writer.drain()
-                    self.streams += 1
                     await reader.read(1)
                     return
                 self.answer(writer, path)
@@ -99,8 +95,8 @@ class Client:
         return self
 
     async def send(self, number, user=None, stream=False):
-        body = {"model": "m", "max_tokens": 1, "messages": []}
-        body["messages"] = [{"role": "user", "content": f"{PROMPT}{number:09}"}]
+        message = {"role": "user", "content": f"{PROMPT}{number:09}"}
+        body = {"model": "m", "max_tokens": 1, "messages": [message]}
         if stream:
             body["stream"] = True
         text = json.dumps(body, separators=(",", ":")).encode()
