@@ -17,7 +17,7 @@ use super::RoutingRequest;
 use super::endpoints::endpoint_of;
 use super::metrics::{BackendMeter, RoutingMetrics};
 use super::verdict::{FilterCounts, FilterVerdict};
-use crate::backends::Doubt;
+use crate::backends::{Doubt, named_models};
 
 /// The registry with what decisions need beside it.
 pub(super) struct RoutingTable {
@@ -97,7 +97,8 @@ impl RoutingTable {
         }
         let serving = self.find_serving(model);
         // What no backend names is not remembered, as clients can ask for anything.
-        if self.is_named(model, &serving) && known.len() < SERVED_MODELS_MAX {
+        let mut named = self.registry.backends.iter().flat_map(named_models);
+        if named.any(|named| named == model) && known.len() < SERVED_MODELS_MAX {
             self.serving.rcu(|known| {
                 let mut known = BTreeMap::clone(known);
                 known.insert(model.to_owned(), Arc::from(&*serving));
@@ -105,16 +106,6 @@ impl RoutingTable {
             });
         }
         read(&serving)
-    }
-
-    /// Whether one of those that serve `model` has it in its description or in its engine's list.
-    fn is_named(&self, model: &str, serving: &[ServingBackend]) -> bool {
-        let describes = |at: usize| {
-            let models = &self.registry.backends[at].spec.models;
-            models.iter().any(|named| named == model)
-        };
-        let mut serving = serving.iter();
-        serving.any(|backend| backend.is_listed || describes(backend.at))
     }
 
     fn find_serving(&self, model: &str) -> Vec<ServingBackend> {
