@@ -106,6 +106,7 @@ fn candidate(slot: u16) -> Candidate {
         slot: Slot(slot),
         matched: (noise % 512) as u32,
         running: (noise >> 10) as u32 % 40,
+        pending: (noise >> 14) as u32 % 8,
         prices: (!noise.is_multiple_of(8)).then_some(Prices {
             prefill_ns_per_token: 50_000 + (noise >> 40) as u32 % 50_000,
             decode_ns_per_request: 500_000,

@@ -324,6 +324,7 @@ impl Decider {
             |i, load| {
                 let candidate = &mut candidates[i];
                 candidate.running = candidate.running.saturating_add(load.running);
+                candidate.pending = candidate.pending.saturating_add(load.waiting);
                 candidate.pending_prefill_tokens = candidate
                     .pending_prefill_tokens
                     .saturating_add(load.pending_prefill_tokens);

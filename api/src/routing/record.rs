@@ -216,6 +216,8 @@ pub struct SeenBackendView {
     pub matched: u32,
     /// Under way from all replicas heard from.
     pub running: u32,
+    /// Of these, requests whose first byte had not come.
+    pub pending: u32,
     /// Uncached prompt tokens under way to it whose first byte had not come.
     pub pending_prefill_tokens: u64,
     /// Requests in the engine's own queue.
@@ -496,6 +498,7 @@ impl SeenBackend {
             slot: _,
             matched,
             running,
+            pending,
             waiting,
             pending_prefill_tokens,
             kv_usage_permille,
@@ -509,6 +512,7 @@ impl SeenBackend {
             verdict: self.verdict,
             matched,
             running,
+            pending,
             pending_prefill_tokens,
             engine_waiting: waiting,
             kv_usage_permille,

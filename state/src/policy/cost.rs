@@ -1,15 +1,32 @@
-//! `cost`: least predicted time to first token.
+//! `cost`: least predicted time to first token, of this request and of those it delays.
 //!
-//! The prediction adds up what precedes the request's first token at a backend: prefill that is
-//! dispatched but not done, the request's own uncached prefill, the share of each step that
-//! decoding requests take, the engine's own queue, and preemption when its KV cache runs full. Each
-//! has a price in nanoseconds; the sum saturates.
+//! The prediction adds up what precedes the request's first token at a backend. *Ahead of it* are
+//! prefill that is dispatched but not done, the share of each step that decoding requests take, the
+//! engine's own queue, and preemption when its KV cache runs full. *Its work* is its own uncached
+//! prefill, and the prefill that comes back because of the blocks it evicts. Each has a price in
+//! nanoseconds; sums saturate.
+//!
+//! What is ahead delays this request only. Its work also delays every request that comes before the
+//! work is done. In a steady state, as many come while one waits as are found waiting (Little's
+//! law), so the work counts once for the request and once more for each request that waits for its
+//! first token at an average backend. An idle fleet takes the soonest answer; a busy one saves work.
+//!
+//! That makes following a prefix worth even more, and a prefix that most requests share would stay
+//! where it is first, beside idle backends: no single request gains enough to compute it elsewhere.
+//! So a few requests are sent to the least busy backend whatever it holds, the more of them the
+//! more a request loses by following the prefix against what a copy costs: renting or buying,
+//! decided by a coin, as in page replication. A request that is not like many others loses little
+//! by it, for what copies cost is at most [`COPIES_PER_RENT`] of what the imbalance does.
+//!
+//! docs/adr/0115 has the reasons and what was measured.
+
+use std::cmp::Reverse;
 
 use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::rank::{ByScore, Needs, Policy, Ranks, Tolerance, product};
+use super::rank::{ByScore, Needs, Policy, Ranks, Tolerance, mix, product};
 use super::{Candidate, PolicyRequest, Prices, Reason};
 use crate::reject::Rejection;
 use crate::validate::at_most;
@@ -75,9 +92,18 @@ impl Policy for CostSettings {
         request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
-        let usual = usual_prices(self, candidates);
+        let costs = Costs {
+            settings: self,
+            request,
+            usual: usual_prices(self, candidates),
+            times: times(candidates),
+        };
+        let copies = costs.buys_copy(candidates);
         ByScore {
-            score: move |candidate: &Candidate| score(self, usual, request, candidate),
+            score: move |candidate: &Candidate| {
+                let cost = costs.of(candidate);
+                if copies { cost.ahead_ns } else { cost.sum() }
+            },
             near: Tolerance::Permille(self.near_permille),
             prefers_prefix: true,
             reason: Reason::LeastCost,
@@ -85,10 +111,115 @@ impl Policy for CostSettings {
     }
 }
 
+/// Copies that are bought for what all that follow their prefix lose by it, as a share: one in so
+/// many. Fewer leave a shared prefix in one place for longer; more cost requests that share little.
+const COPIES_PER_RENT: u64 = 16;
+
+/// Binary digits after the point in `Costs::times`.
+const TIMES_DIGITS: u32 = 10;
+
+/// How many times a request's work counts: for itself, and for each request that waits for its
+/// first token at an average backend.
+fn times(candidates: &[Candidate]) -> u64 {
+    let delayed = candidates.iter().map(|it| u64::from(it.pending));
+    let count = (candidates.len() as u64).max(1);
+    (1 << TIMES_DIGITS) + (delayed.sum::<u64>() << TIMES_DIGITS) / count
+}
+
+/// What a request costs at one backend, nanoseconds.
+#[derive(Clone, Copy)]
+struct Cost {
+    /// Time until its work begins.
+    ahead_ns: u64,
+    /// Its work, for itself and for those it delays.
+    work_ns: u64,
+}
+
+impl Cost {
+    fn sum(self) -> u64 {
+        self.ahead_ns.saturating_add(self.work_ns)
+    }
+}
+
+/// How to cost one request.
+#[derive(Clone, Copy)]
+struct Costs<'a> {
+    settings: &'a CostSettings,
+    request: &'a PolicyRequest,
+    usual: Prices,
+    times: u64,
+}
+
+impl Costs<'_> {
+    fn of(&self, candidate: &Candidate) -> Cost {
+        let settings = self.settings;
+        let prices = believed(candidate.prices, self.usual);
+        let prefill_ns = u64::from(prices.prefill_ns_per_token);
+        let pressure_permille = candidate
+            .kv_usage_permille
+            .saturating_sub(settings.kv_pressure_from_permille);
+        let ahead = [
+            candidate.pending_prefill_tokens.saturating_mul(prefill_ns),
+            product(candidate.running, prices.decode_ns_per_request),
+            product(candidate.waiting, settings.waiting_ns_per_request),
+            product(pressure_permille, settings.kv_pressure_ns_per_permille),
+        ];
+        let own = self.request.uncached_tokens(candidate.matched);
+        let work_ns = own
+            .saturating_mul(prefill_ns)
+            .saturating_add(self.eviction_ns(prefill_ns, candidate));
+        Cost {
+            ahead_ns: ahead.into_iter().fold(0, u64::saturating_add),
+            work_ns: work_ns.saturating_mul(self.times) >> TIMES_DIGITS,
+        }
+    }
+
+    /// Returns the prefill that comes back, in nanoseconds: the blocks that a full cache evicts for
+    /// this request's new ones, at the price of recomputing them, weighted by how likely they are
+    /// to be requested again. Without it, a backend that holds the one block shared by all prompts
+    /// would attract every request while others are idle.
+    fn eviction_ns(&self, prefill_ns: u64, candidate: &Candidate) -> u64 {
+        let new = self.request.missing_blocks(candidate.matched);
+        let evicted = new.saturating_sub(candidate.free_blocks);
+        product(evicted, self.request.tokens_per_block)
+            .saturating_mul(prefill_ns)
+            .saturating_mul(u64::from(self.settings.eviction_permille))
+            / 1000
+    }
+
+    /// Whether this request goes to the least busy backend, to leave a copy of its prefix there.
+    /// It does with the probability of what it loses by following the prefix (the rent), over
+    /// [`COPIES_PER_RENT`] times what the copy costs.
+    fn buys_copy(&self, candidates: &[Candidate]) -> bool {
+        // The high half of another number than the one that breaks ties.
+        let drawn = u128::from(mix(self.request.jitter ^ COIN) >> 32);
+        // The rent is less than the copy's price, or the copy would be the cheaper choice.
+        if drawn * u128::from(COPIES_PER_RENT) >= 1 << 32 {
+            return false;
+        }
+        let least = |of: fn(Cost) -> u64| {
+            let costs = candidates.iter().map(|it| (self.of(it), it));
+            costs.min_by_key(|(cost, it)| (of(*cost), Reverse(it.matched), it.slot))
+        };
+        let cheapest = least(Cost::sum);
+        let idlest = least(|cost| cost.ahead_ns);
+        let (Some((holder, held)), Some((other, copied))) = (cheapest, idlest) else {
+            return false;
+        };
+        let rent_ns = holder.ahead_ns.saturating_sub(other.ahead_ns);
+        let price_ns = other.work_ns.saturating_sub(holder.work_ns);
+        let price = u128::from(price_ns) * u128::from(COPIES_PER_RENT);
+        copied.matched < held.matched && price * drawn < u128::from(rent_ns) << 32
+    }
+}
+
+/// Sets the draw for copies apart from others.
+const COIN: u64 = 0xc01d_ca5e_0fc0_71e5;
+
 /// Returns the prices for a candidate without learned ones: the mean of the other candidates'
 /// prices, or the settings if nothing is learned about any. A mix of learned and configured prices
 /// would send everything to one side, and a backend without requests never learns.
-pub(super) fn usual_prices(settings: &CostSettings, candidates: &[Candidate]) -> Prices {
+fn usual_prices(settings: &CostSettings, candidates: &[Candidate]) -> Prices {
     let (mut prefill_ns, mut decode_ns, mut count) = (0_u64, 0_u64, 0_u64);
     for prices in candidates.iter().filter_map(|candidate| candidate.prices) {
         prefill_ns += u64::from(prices.prefill_ns_per_token);
@@ -126,47 +257,4 @@ fn believed(own: Option<Prices>, usual: Prices) -> Prices {
         decode_ns_per_request: mix(own.decode_ns_per_request, usual.decode_ns_per_request),
         first_tokens: own.first_tokens,
     }
-}
-
-/// Returns the predicted time to first token, in nanoseconds.
-pub(super) fn score(
-    settings: &CostSettings,
-    usual: Prices,
-    request: &PolicyRequest,
-    candidate: &Candidate,
-) -> u64 {
-    let prices = believed(candidate.prices, usual);
-    let prefill_tokens = candidate
-        .pending_prefill_tokens
-        .saturating_add(request.uncached_tokens(candidate.matched));
-    let pressure_permille = candidate
-        .kv_usage_permille
-        .saturating_sub(settings.kv_pressure_from_permille);
-    [
-        prefill_tokens.saturating_mul(u64::from(prices.prefill_ns_per_token)),
-        product(candidate.running, prices.decode_ns_per_request),
-        product(candidate.waiting, settings.waiting_ns_per_request),
-        product(pressure_permille, settings.kv_pressure_ns_per_permille),
-        eviction_ns(settings, prices, request, candidate),
-    ]
-    .into_iter()
-    .fold(0, u64::saturating_add)
-}
-
-/// Returns the cost to other requests, in nanoseconds: the blocks that a full cache evicts for this
-/// request's new ones, at the price of recomputing them, weighted by how likely they are to be
-/// requested again. Without it, a backend that holds the one block shared by all prompts would
-/// attract every request while others are idle.
-fn eviction_ns(
-    settings: &CostSettings,
-    prices: Prices,
-    request: &PolicyRequest,
-    candidate: &Candidate,
-) -> u64 {
-    let new = request.blocks.saturating_sub(candidate.matched);
-    let evicted = new.saturating_sub(candidate.free_blocks);
-    product(evicted, request.tokens_per_block)
-        .saturating_mul(u64::from(prices.prefill_ns_per_token))
-        .saturating_mul(u64::from(settings.eviction_permille))
-        / 1000
 }

@@ -310,6 +310,8 @@ pub struct Candidate {
     pub running: u32,
     /// Requests in the engine's own queue, as last reported.
     pub waiting: u32,
+    /// Of these, requests whose first byte has not arrived.
+    pub pending: u32,
     /// Uncached prompt tokens dispatched to it by all replicas whose first byte has not arrived.
     pub pending_prefill_tokens: u64,
     /// KV cache usage as last reported by the engine, in thousandths.

@@ -59,11 +59,13 @@ impl Fleet {
         self.chosen[at] += 1;
         self.held[at][prompt] = true;
         self.candidates[at].running += 1;
+        self.candidates[at].pending += 1;
         self.candidates[at].pending_prefill_tokens += prefill;
         self.under_way.push_back((at, prefill));
         if self.under_way.len() > UNDER_WAY {
             let (at, prefill) = self.under_way.pop_front().unwrap();
             self.candidates[at].running -= 1;
+            self.candidates[at].pending -= 1;
             self.candidates[at].pending_prefill_tokens -= prefill;
         }
     }

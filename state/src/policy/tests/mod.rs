@@ -2,6 +2,7 @@
 
 mod baselines;
 mod cases;
+mod cost;
 mod herd;
 mod pairs;
 mod position;
@@ -105,12 +106,13 @@ prop_compose! {
 
 prop_compose! {
     fn candidate()(
-        matched in edge(), running in edge(), waiting in edge(), free_blocks in edge(),
+        matched in edge(), running in edge(), pending in edge(), waiting in edge(),
+        free_blocks in edge(),
         pending_prefill_tokens in prop_oneof![0_u64..100_000, Just(u64::MAX)],
         kv_usage_permille in 0_u32..=1000, is_model_listed: bool, prices: Option<[u32; 2]>,
     ) -> Candidate {
         Candidate {
-            slot: Slot(0), matched, running, waiting, pending_prefill_tokens, kv_usage_permille,
+            slot: Slot(0), matched, running, pending, waiting, pending_prefill_tokens, kv_usage_permille,
             free_blocks, is_model_listed,
             prices: prices.map(|[prefill_ns_per_token, decode_ns_per_request]| Prices {
                 prefill_ns_per_token, decode_ns_per_request, first_tokens: prefill_ns_per_token,
@@ -200,10 +202,10 @@ proptest! {
         let policy = PolicyConfig::Cost(settings);
         let Some(choice) = choose(&policy, &request, &candidates) else { return Ok(()) };
         let chosen = chosen(&candidates, choice);
-        for other in &candidates {
-            let usual = cost::usual_prices(&settings, &candidates);
-            let score = |candidate| cost::score(&settings, usual, &request, candidate);
-            let is_better = score(other) < score(&chosen);
+        let scores = scores(&policy, &request, &candidates);
+        let own = scores.iter().find(|it| it.slot == choice.slot).unwrap();
+        for (other, score) in candidates.iter().zip(&scores) {
+            let is_better = score.score < own.score;
             prop_assert!(!(is_better && other.matched > chosen.matched));
         }
     }

@@ -20,6 +20,7 @@ const BUSY: Candidate = Candidate {
     slot: Slot(99),
     matched: 0,
     running: 0,
+    pending: 0,
     waiting: 0,
     pending_prefill_tokens: 1_000_000,
     kv_usage_permille: 0,

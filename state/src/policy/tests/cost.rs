@@ -1,0 +1,79 @@
+//! `cost`: what a request's work is worth while others wait, and who buys a copy of a prefix.
+
+use super::*;
+
+const REQUESTS: u64 = 32_000;
+
+fn policy() -> PolicyConfig {
+    PolicyConfig::Cost(CostSettings::default())
+}
+
+/// A backend that holds so many of [`REQUEST`]'s blocks.
+fn backend(slot: u16, matched: u32, pending_prefill_tokens: u64) -> Candidate {
+    Candidate {
+        slot: Slot(slot),
+        matched,
+        pending_prefill_tokens,
+        free_blocks: 1000,
+        ..Candidate::default()
+    }
+}
+
+/// How many of [`REQUESTS`] each of two backends gets.
+fn shares(candidates: &[Candidate; 2]) -> [u64; 2] {
+    let mut shares = [0; 2];
+    for number in 0..REQUESTS {
+        let jitter = rank::mix(number);
+        let request = PolicyRequest { jitter, ..REQUEST };
+        let choice = choose(&policy(), &request, candidates).unwrap();
+        shares[usize::from(choice.slot.0)] += 1;
+    }
+    shares
+}
+
+#[test]
+fn work_counts_once_more_for_each_request_that_waits_at_an_average_backend() {
+    // 1,500 tokens ahead and 160 to compute, or 1,600 to compute at once.
+    let at = |pending| {
+        let waits = |candidate| Candidate {
+            pending,
+            ..candidate
+        };
+        [waits(backend(0, 0, 0)), waits(backend(1, 90, 1500))]
+    };
+    let costs = |pending| {
+        let scores = scores(&policy(), &REQUEST, &at(pending));
+        [scores[0].score, scores[1].score]
+    };
+    assert_eq!(costs(0), [160_000_000, 166_000_000]);
+    assert_eq!(costs(1), [320_000_000, 182_000_000]);
+    assert_eq!(costs(2), [480_000_000, 198_000_000]);
+    let [cold, warm] = shares(&at(0));
+    assert_eq!((cold, warm), (REQUESTS, 0), "an idle fleet answers sooner");
+    let [cold, warm] = shares(&at(1));
+    assert!(warm > 19 * cold, "a busy one saves work: {cold}, {warm}");
+}
+
+#[test]
+fn who_follows_a_prefix_pays_for_a_copy_in_proportion_to_what_it_loses() {
+    // A copy costs 1,440 tokens of work; whoever follows the prefix waits for those ahead.
+    for ahead in [90, 360, 720, 1296] {
+        let [copies, followers] = shares(&[backend(0, 0, 0), backend(1, 90, ahead)]);
+        let expected = REQUESTS * ahead / (1440 * 16);
+        assert!(
+            copies.abs_diff(expected) < expected / 10 + 20,
+            "{ahead} tokens ahead: {copies} copies, {followers} followers, expected {expected}"
+        );
+    }
+}
+
+#[test]
+fn no_copy_is_bought_where_nothing_is_lost_or_nothing_is_missing() {
+    let cold = backend(0, 0, 0);
+    assert_eq!(shares(&[cold, backend(1, 90, 0)]), [0, REQUESTS]);
+    let busier = backend(0, 0, 200);
+    assert_eq!(shares(&[busier, backend(1, 90, 100)]), [0, REQUESTS]);
+    // Both hold it: the idler one takes all.
+    let both = [backend(0, 90, 0), backend(1, 90, 400)];
+    assert_eq!(shares(&both), [REQUESTS, 0]);
+}
