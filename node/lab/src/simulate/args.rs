@@ -1,5 +1,6 @@
 //! `quorate simulate`: the flags, what they mean together, and how it ends.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
@@ -13,27 +14,31 @@ use state::admission::{AdmissionSettings, Batching, CODEL_TARGET_MS, Concurrency
 
 use super::apart_args::ApartArgs;
 use super::compare::{ComparisonCase, ComparisonCases, PROGRESS_PARTS, no_verdict};
+use super::demand_args::{DemandArgs, WorkloadKind};
 use super::engine_args::SimEngineArgs;
 use super::events::Micros;
 use super::experiment::Experiment;
+use super::loads::PolicyLoads;
 use super::page;
-use super::parse::{NewsLag, concurrency, lag, order, patience, range, rate, span};
+use super::parse::{NewsLag, concurrency, lag, order, patience};
 use super::plan::{BLOCK_TOKENS, ClientModel, RestartPlan, RestartScope, SimPlan, micros};
 use super::policies::SimPolicy;
 use super::print;
 use super::recorded::RecordedDemand;
 use super::recorded_args::RecordedArgs;
+use super::scale;
 use super::unusable::SimulateArgsError;
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
-use crate::replay::trace::{self, LengthScale, TraceOptions};
+use crate::replay::trace::{self, TraceOptions};
 use crate::terminal;
 
 /// Simulate a cluster, its engines and its clients; repeatable from a seed.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SimulateArgs {
-    /// Recorded trace: Mooncake's JSON lines, or Azure's or VTC's CSV
+    /// Recorded trace: Mooncake's JSON lines, or Azure's or VTC's CSV; the experiment `policies`
+    /// takes several
     #[arg(long, value_name = "FILE", conflicts_with = "workload")]
-    trace: Option<PathBuf>,
+    trace: Vec<PathBuf>,
     /// Generated workload
     #[arg(long, value_enum, conflicts_with = "experiment")]
     workload: Option<WorkloadKind>,
@@ -42,8 +47,12 @@ pub struct SimulateArgs {
     experiment: Option<Experiment>,
     /// Policies to compare, one run each, with settings as in NAME:KEY=VALUE:KEY=VALUE;
     /// prefix-cache-as-written and vllm-cache-aware-as-written follow their sources' pseudo-code
-    #[arg(long, value_name = "P", value_delimiter = ',', default_value = "cost", value_parser = SimPolicy::parse)]
+    /// [default: cost; in the experiment `policies` all]
+    #[arg(long, value_name = "P", value_delimiter = ',', value_parser = SimPolicy::parse)]
     policy: Vec<SimPolicy>,
+    /// Share of the rates of the experiment `policies`, in hundredths
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    load_percent: u32,
     /// Orders of the admission queue to compare, one run each
     #[arg(long, value_name = "O", value_delimiter = ',', default_value = "vtc", value_parser = order)]
     order: Vec<Order>,
@@ -113,71 +122,6 @@ pub struct SimulateArgs {
     report: Option<PathBuf>,
 }
 
-/// What is asked for.
-#[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Workload")]
-struct DemandArgs {
-    /// Mean requests per second [default for a trace: as recorded]
-    #[arg(long, value_name = "R", value_parser = rate)]
-    rate: Option<f64>,
-    /// Time until which requests arrive
-    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
-    duration: Option<Duration>,
-    /// Maximum number of requests
-    #[arg(long, value_name = "N")]
-    requests: Option<u64>,
-    /// Multiply the lengths in a trace by this fraction, such as 1/16
-    #[arg(long, value_name = "FRACTION", default_value = "1")]
-    scale: LengthScale,
-    /// Number of users
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    users: u32,
-    /// Pin each user to one replica
-    #[arg(long)]
-    pin: bool,
-    /// Weights of users, repeated as needed: 1,2,3,4
-    #[arg(long, value_name = "W", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
-    weights: Vec<u32>,
-    /// Rates of users in `fairness`, repeated as needed: 1,2,3,4
-    #[arg(long, value_name = "R", value_delimiter = ',', default_value = "1,2,3,4", value_parser = clap::value_parser!(u32).range(1..=1000))]
-    rates: Vec<u32>,
-    /// Requests that a user of rate 1 keeps open in `fairness`, enough to always wait
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    backlog: u32,
-    /// Time in which the first user of `fairness` sends nothing: 20s..40s
-    #[arg(long, value_name = "FROM..TO", value_parser = span)]
-    off: Option<(Micros, Micros)>,
-    /// Prompt tokens that are unique to a request: 64..192
-    #[arg(long, value_name = "A..B", value_parser = range)]
-    input_tokens: Option<(u32, u32)>,
-    /// Output tokens per request: 16..64
-    #[arg(long, value_name = "A..B", value_parser = range)]
-    output_tokens: Option<(u32, u32)>,
-    /// Number of groups of requests with a shared prefix
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    prefixes: Option<u32>,
-    /// Tokens of a group's shared prefix
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
-    prefix_tokens: Option<u32>,
-}
-
-/// Workloads that are generated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum WorkloadKind {
-    /// Groups with a long shared prefix each
-    SharedPrefix,
-    /// Most requests in one group
-    OneHot,
-    /// One prefix shared by all groups
-    Templated,
-    /// One block that differs between groups, early in otherwise identical prompts
-    Volatile,
-    /// Bursts: six times the rate for five of every twenty seconds
-    Burst,
-    /// Users who always have requests waiting
-    Fairness,
-}
-
 /// What replicas share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum ShareMode {
@@ -199,6 +143,10 @@ struct FleetSize {
 /// # Errors
 /// [`SimulateArgsError`], or when the page cannot be written.
 pub fn run(args: &SimulateArgs, fetched: Option<Recording>) -> anyhow::Result<ExitCode> {
+    if args.experiment == Some(Experiment::Scale) {
+        terminal::print(scale::table())?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let recorded = args.recorded.demand(fetched)?;
     let cases = args.cases(recorded.as_ref())?;
     let parts = cases.cases.len() as u64 * PROGRESS_PARTS;
@@ -244,13 +192,20 @@ impl SimulateArgs {
         &self,
         recorded: Option<&RecordedDemand>,
     ) -> Result<ComparisonCases, SimulateArgsError> {
+        if self.experiment == Some(Experiment::Policies) {
+            return self.policy_loads();
+        }
+        if self.trace.len() > 1 {
+            return Err(SimulateArgsError::new("expected one --trace"));
+        }
         if let Some(experiment) = self.experiment {
-            if self.trace.is_some() && experiment != Experiment::Sharing {
+            let has_trace = !self.trace.is_empty();
+            if has_trace && experiment != Experiment::Sharing {
                 return Err(SimulateArgsError::new(
-                    "of the experiments only sharing takes a --trace",
+                    "of the experiments only sharing and policies take a --trace",
                 ));
             }
-            let workload = self.trace.is_some().then(|| self.workload(None));
+            let workload = has_trace.then(|| self.workload(None));
             return experiment.cases(self.seed, self.demand.duration, workload.transpose()?);
         }
         let workload = Arc::new(self.workload(recorded)?);
@@ -260,7 +215,7 @@ impl SimulateArgs {
         let base = self.plan(&workload, recorded)?;
         let sizes = self.sizes(&base);
         let mut cases = Vec::new();
-        for policy in &self.policy {
+        for policy in self.policies().iter() {
             for order in &self.order {
                 for bins in &self.bins {
                     for size in &sizes {
@@ -286,6 +241,26 @@ impl SimulateArgs {
             cases,
             judge: no_verdict,
         })
+    }
+
+    /// Policies to run.
+    fn policies(&self) -> Cow<'_, [SimPolicy]> {
+        match self.policy.as_slice() {
+            [] => Cow::Owned(vec![SimPolicy::default()]),
+            some => Cow::Borrowed(some),
+        }
+    }
+
+    fn policy_loads(&self) -> Result<ComparisonCases, SimulateArgsError> {
+        let loads = PolicyLoads {
+            base: self.plan(&SimWorkload::default(), None)?,
+            policies: &self.policy,
+            traces: &self.trace,
+            duration: self.demand.duration.map(micros),
+            percent: self.load_percent,
+            users: self.demand.users,
+        };
+        loads.cases()
     }
 
     /// The sizes of the fleet, and what it is given at once.
@@ -323,7 +298,7 @@ impl SimulateArgs {
             self.backends.len().max(1),
         ];
         let others = others.iter().product::<usize>() * self.concurrency.len().max(1);
-        if self.policy.len() > 1 || others == 1 {
+        if self.policies().len() > 1 || others == 1 {
             parts.push(policy.label.clone());
         }
         if self.backends.len() > 1 {
@@ -390,7 +365,7 @@ impl SimulateArgs {
         let engine = &self.engine;
         let plan = SimPlan {
             label: String::new(),
-            policy: self.policy[0].config.clone(),
+            policy: self.policies()[0].config.clone(),
             admission: AdmissionSettings {
                 concurrency: engine.static_batch.map_or(
                     self.concurrency.first().copied().unwrap_or(limit),
@@ -459,7 +434,7 @@ impl SimulateArgs {
             self.shape(&mut workload);
             return Ok(workload);
         }
-        let mut workload = match (&self.trace, self.workload) {
+        let mut workload = match (self.trace.first(), self.workload) {
             (Some(path), _) => {
                 let options = TraceOptions {
                     scale: demand.scale,
@@ -483,9 +458,9 @@ impl SimulateArgs {
                 ));
             }
         };
-        match self.trace.is_some() {
-            true => self.shape(&mut workload),
-            false => self.dress(&mut workload),
+        match self.trace.is_empty() {
+            true => self.dress(&mut workload),
+            false => self.shape(&mut workload),
         }
         Ok(workload)
     }
@@ -530,6 +505,7 @@ impl SimulateArgs {
                 .zip(demand.rates.iter().cycle())
                 .map(user)
                 .collect(),
+            name: String::new(),
             arrivals: Vec::new(),
             shape: LengthRange {
                 input: demand.input_tokens.unwrap_or(shape.input),

@@ -7,6 +7,7 @@ use std::time::Duration;
 use state::admission::{AdmissionSettings, Batching, BinSelection, Concurrency, Order};
 use state::outputs::theory::batch_time_mean;
 
+use super::cells;
 use super::compare::{ComparisonCase, ComparisonCases};
 use super::overload;
 use super::plan::{BatchTimes, EngineModel, RestartPlan, RestartScope, SimPlan, micros};
@@ -23,6 +24,12 @@ pub enum Experiment {
     ReturningUser,
     /// One replica against three, and three that share nothing, with and without restarts
     Sharing,
+    /// Every policy on the same loads, generated and recorded: how far the default one is behind
+    Policies,
+    /// Ten and a hundred cells of three replicas behind a first hop, against one ideal router
+    Cells,
+    /// Where one Raft group ends: computed from what benches measured, nothing is simulated
+    Scale,
     /// Ten times as much as engines can serve, from clients who wait, who leave and who try again
     Overload,
     /// Batches that end together, from 1 to 32 bins by output length, beside the theory
@@ -50,6 +57,9 @@ impl Experiment {
             Self::Fairness => fairness(seed, horizon.unwrap_or(600_000_000)),
             Self::ReturningUser => returning_user(seed, horizon.unwrap_or(300_000_000)),
             Self::Sharing => sharing(seed, horizon.unwrap_or(300_000_000), workload),
+            Self::Policies => return Err(SimulateArgsError::new("policies has loads of its own")),
+            Self::Scale => return Err(SimulateArgsError::new("scale has no cases")),
+            Self::Cells => cells::cases(seed, horizon.unwrap_or(20_000_000)),
             Self::Overload => overload::cases(seed, horizon.unwrap_or(60_000_000)),
             Self::StaticBatching => static_batching(seed, horizon.unwrap_or(10_000_000_000)),
         })
@@ -85,6 +95,7 @@ fn backlogged(weights: &[u32]) -> SimWorkload {
     };
     SimWorkload {
         users: (0..8).map(user).collect(),
+        name: String::new(),
         arrivals: Vec::new(),
         shape: LengthRange::default(),
     }
@@ -312,6 +323,7 @@ fn static_batching(seed: u64, horizon: u64) -> ComparisonCases {
     };
     let workload = Arc::new(SimWorkload {
         users: vec![user],
+        name: String::new(),
         arrivals: Vec::new(),
         shape: LengthRange {
             input: (32, 64),

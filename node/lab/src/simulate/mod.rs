@@ -12,14 +12,18 @@
 mod apart_args;
 mod args;
 pub mod as_written;
+pub mod cells;
 pub mod clock;
 pub mod compare;
+mod demand_args;
 pub mod engine;
 mod engine_args;
 pub mod events;
 pub mod experiment;
 pub mod ideal;
+pub mod loads;
 pub mod lobby;
+pub mod matrix;
 pub mod overload;
 pub mod page;
 mod parse;
@@ -30,6 +34,7 @@ pub mod recorded;
 mod recorded_args;
 pub mod replica;
 pub mod report;
+pub mod scale;
 pub mod service;
 pub mod tally;
 #[cfg(test)]

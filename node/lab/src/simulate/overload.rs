@@ -127,6 +127,7 @@ fn always_waiting() -> SimWorkload {
     }
     SimWorkload {
         users,
+        name: String::new(),
         arrivals: Vec::new(),
         shape: LENGTHS,
     }

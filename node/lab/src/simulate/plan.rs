@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use state::admission::AdmissionSettings;
-use state::policy::{CostSettings, PairSettings, PolicyConfig};
+use state::policy::{ChwblSettings, CostSettings, PairSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
 use super::as_written::AsWritten;
@@ -46,6 +46,8 @@ pub struct SimPlan {
     pub goal: ServiceGoal,
     /// Replicas.
     pub replicas: u8,
+    /// Clusters of so many engines and replicas, each with a log of its own.
+    pub cells: CellPlan,
     /// From a batch's proposal until it is applied, on every replica; `None`: what a replica learns
     /// stays with it.
     pub ownership_lag: Option<Micros>,
@@ -210,6 +212,7 @@ impl Default for SimPlan {
             apart: ApartPlan::default(),
             goal: ServiceGoal::default(),
             replicas: 3,
+            cells: CellPlan::default(),
             ownership_lag: Some(ms(20)),
             load_lag: Some(ms(20)),
             flush: ms(20),
@@ -221,7 +224,43 @@ impl Default for SimPlan {
     }
 }
 
+/// Cells behind a first hop, which share nothing but what this says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CellPlan {
+    /// How many; 1: there is no first hop.
+    pub count: u16,
+    /// How the first hop chooses a cell, as a policy chooses a backend.
+    pub hop: PolicyConfig,
+    /// Leading blocks of a prompt that the first hop hashes; all of a shorter one.
+    pub hashed_blocks: u32,
+    /// How often cells tell the first hop what they have under way.
+    pub told_every: Micros,
+    /// How often cells charge users for what they were served elsewhere; `None`: never.
+    pub charges_every: Option<Micros>,
+    /// From cell to cell.
+    pub lag: Micros,
+}
+
+impl Default for CellPlan {
+    fn default() -> Self {
+        Self {
+            count: 1,
+            hop: PolicyConfig::Chwbl(ChwblSettings::default()),
+            hashed_blocks: 4,
+            told_every: 100_000,
+            charges_every: None,
+            lag: 50_000,
+        }
+    }
+}
+
 impl SimPlan {
+    /// Engines of all cells.
+    #[must_use]
+    pub fn engines(&self) -> u32 {
+        u32::from(self.backends) * u32::from(self.cells.count)
+    }
+
     /// Whether a wait can end before a request goes.
     #[must_use]
     pub fn bounds_waits(&self) -> bool {

@@ -1,7 +1,7 @@
 //! What `--policy` takes: a policy, its settings, or a source's pseudo-code as it is written.
 
 use serde_json::{Map, Value};
-use state::policy::{POLICY_NAMES, PolicyConfig};
+use state::policy::{CostSettings, POLICY_NAMES, PolicyConfig};
 
 use super::as_written::AsWritten;
 
@@ -14,6 +14,18 @@ pub struct SimPolicy {
     pub config: PolicyConfig,
     /// What decides in its place.
     pub as_written: Option<AsWritten>,
+}
+
+impl Default for SimPolicy {
+    /// The policy that clusters begin with.
+    fn default() -> Self {
+        let config = PolicyConfig::Cost(CostSettings::default());
+        Self {
+            label: config.name().to_owned(),
+            config,
+            as_written: None,
+        }
+    }
 }
 
 impl SimPolicy {

@@ -2,6 +2,7 @@
 
 use api::shown::escaped;
 
+use super::matrix;
 use super::recorded::RecordedFigures;
 use super::report::SimComparison;
 use crate::terminal::{FittedTable, column};
@@ -11,6 +12,10 @@ use crate::terminal::{FittedTable, column};
 pub fn tables(comparison: &SimComparison) -> String {
     let mut parts = vec![comparison.title.clone()];
     parts.extend(comparison.recorded.as_ref().map(recorded));
+    if matrix::has_loads(comparison) {
+        parts.push(format!("\n{}", matrix::tables(comparison)));
+        return ended(comparison, parts);
+    }
     parts.push(format!("\n{}", routing(comparison)));
     if comparison.runs.iter().any(|run| run.service.len() > 1) {
         parts.push(format!("\n{}", fairness(comparison)));
@@ -22,6 +27,11 @@ pub fn tables(comparison: &SimComparison) -> String {
     {
         parts.push(format!("\n{}", overload(comparison)));
     }
+    ended(comparison, parts)
+}
+
+/// The tables with what follows them: verdicts and faults.
+fn ended(comparison: &SimComparison, mut parts: Vec<String>) -> String {
     for verdict in &comparison.verdicts {
         let word = if verdict.holds { "holds" } else { "FAILS" };
         parts.push(format!("{word}: {}", verdict.claim));

@@ -47,6 +47,9 @@ pub struct ExperimentResult {
 pub struct RunReport {
     /// Its name in the comparison.
     pub label: String,
+    /// The load's name; empty where all runs have the same.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub load: String,
     /// The policy.
     pub policy: String,
     /// The queue's order.
@@ -187,6 +190,7 @@ impl RunReport {
         let ttft_ms = summary(&mut tally.ttft);
         Self {
             label: plan.label.clone(),
+            load: workload.name.clone(),
             policy: plan
                 .as_written
                 .map_or(plan.policy.name(), AsWritten::name)

@@ -94,11 +94,11 @@ pub struct TimeSeries {
 impl SimTally {
     /// Nothing so far.
     #[must_use]
-    pub fn new(horizon: Micros, service: ServiceAccounts, backends: u16) -> Self {
+    pub fn new(horizon: Micros, service: ServiceAccounts, engines: usize) -> Self {
         Self {
             horizon,
             promised: vec![0; service.users()],
-            by_backend: vec![0; usize::from(backends)],
+            by_backend: vec![0; engines],
             points: TimeSeries {
                 hits: vec![(0, 0); COUNT],
                 ttft: vec![Vec::new(); COUNT],

@@ -189,6 +189,7 @@ fn backlogged(pinned: bool) -> SimWorkload {
     };
     let mut workload = SimWorkload {
         users: (1..=4).map(user).collect(),
+        name: String::new(),
         arrivals: Vec::new(),
         shape: LengthRange {
             input: (32, 64),

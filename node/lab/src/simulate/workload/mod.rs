@@ -32,6 +32,8 @@ pub const MODEL: &str = "simulated";
 /// Requests to come, and who sends them.
 #[derive(Debug, Clone, Default)]
 pub struct SimWorkload {
+    /// Its name among others; empty where there is one.
+    pub name: String,
     /// Who they are.
     pub users: Vec<SimUser>,
     /// Requests with a time of their own, ascending.
@@ -53,6 +55,8 @@ pub struct SimUser {
     pub backlog: u32,
     /// When it sends nothing.
     pub off: Option<(Micros, Micros)>,
+    /// What all prompts of its backlog begin with; `None`: with nothing that they share.
+    pub beginning: Option<Arc<str>>,
 }
 
 /// A request as it arrives.
@@ -158,9 +162,15 @@ impl LengthRange {
     /// A prompt of its own, shared with nobody, and an output length.
     #[must_use]
     pub fn draw_request(&self, rng: &mut Rng) -> (Arc<SimPrompt>, u32) {
+        self.draw_after("", rng)
+    }
+
+    /// The same behind a `beginning`.
+    #[must_use]
+    pub fn draw_after(&self, beginning: &str, rng: &mut Rng) -> (Arc<SimPrompt>, u32) {
         let tokens = Self::draw(self.input, rng) as usize;
-        let text = passage(rng.next_u64(), 0, tokens * TOKEN_BYTES);
-        let prompt = Arc::new(SimPrompt::new(text.as_bytes()));
+        let own = passage(rng.next_u64(), 0, tokens * TOKEN_BYTES);
+        let prompt = Arc::new(SimPrompt::new([beginning, &own].concat().as_bytes()));
         (prompt, Self::draw(self.output, rng))
     }
 }
@@ -175,6 +185,7 @@ impl SimUser {
             replica: None,
             backlog: 0,
             off: None,
+            beginning: None,
         }
     }
 
@@ -227,6 +238,13 @@ impl SimWorkload {
         for sent in &mut self.arrivals {
             sent.at = (sent.at as f64 * factor) as u64;
         }
+    }
+
+    /// Requests per second on average.
+    #[must_use]
+    pub fn rate(&self) -> f64 {
+        let last = self.arrivals.last().map_or(1, |sent| sent.at.max(1));
+        self.arrivals.len() as f64 * 1e6 / last as f64
     }
 
     /// Users that always have requests waiting.

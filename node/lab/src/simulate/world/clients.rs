@@ -28,6 +28,7 @@ impl SimWorld<'_> {
 
     /// A client leaves, if it has not got its answer in this try.
     pub(super) fn leave(&mut self, request: usize, tries: u32) {
+        let first_engine = self.engine_at(self.requests[request].replica, 0);
         let asked = &mut self.requests[request];
         if asked.tries != tries {
             return;
@@ -55,9 +56,9 @@ impl SimWorld<'_> {
                 }
                 let rest = asked.output_tokens - asked.served_output;
                 self.tally.kept(user, rest);
-                self.engines[usize::from(flight.backend.slot.0)].abort(request);
+                self.engines[first_engine + usize::from(flight.backend.slot.0)].abort(request);
                 if let Some(computing) = flight.prefill_engine() {
-                    self.engines[computing].abort(request);
+                    self.engines[first_engine + computing].abort(request);
                 }
                 let here = &mut self.places[place];
                 let left = AttemptEnd::ClientLeft;
@@ -71,7 +72,7 @@ impl SimWorld<'_> {
             self.events.plan(self.now + after, SimEvent::Again(request));
         } else {
             self.tally.abandoned += 1;
-            self.close(user);
+            self.close(request);
         }
         self.pump(place);
     }
@@ -81,7 +82,6 @@ impl SimWorld<'_> {
     pub(super) fn turn_away(&mut self, request: usize, wait_ms: u64) {
         let asked = &mut self.requests[request];
         asked.stage = RequestStage::Ended;
-        let user = asked.user;
         self.tally.refusals += 1;
         if self.may_try_again(request) {
             let wait_ms = wait_ms.clamp(RETRY_AFTER_MS.0, RETRY_AFTER_MS.1);
@@ -91,7 +91,7 @@ impl SimWorld<'_> {
             self.events.plan(self.now + after, SimEvent::Again(request));
         } else {
             self.tally.refused += 1;
-            self.close(user);
+            self.close(request);
         }
     }
 

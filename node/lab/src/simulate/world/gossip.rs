@@ -58,8 +58,9 @@ impl SimWorld<'_> {
         let envelope = Arc::new(envelope);
         match self.plan.ownership_lag {
             Some(lag) => {
-                let index = self.take_index(0);
-                for replica in 0..self.places.len() {
+                let places = self.places_around(place);
+                let index = self.take_index(places.start);
+                for replica in places {
                     self.plan_apply(lag, replica, index, &envelope);
                 }
             }
@@ -70,13 +71,13 @@ impl SimWorld<'_> {
         }
     }
 
-    fn take_index(&mut self, log: usize) -> LogIndex {
+    pub(super) fn take_index(&mut self, log: usize) -> LogIndex {
         let index = self.next_index[log];
         self.next_index[log] += 1;
         LogIndex(index)
     }
 
-    fn plan_apply(
+    pub(super) fn plan_apply(
         &mut self,
         lag: Micros,
         replica: usize,
@@ -128,7 +129,7 @@ impl SimWorld<'_> {
             return;
         }
         let report: Option<Arc<[u8]>> = due.map(Arc::from);
-        for replica in (0..self.places.len()).filter(|it| *it != place) {
+        for replica in self.places_around(place).filter(|it| *it != place) {
             let event = SimEvent::Heard {
                 replica,
                 from: place,
@@ -146,8 +147,8 @@ impl SimWorld<'_> {
         report: Option<&[u8]>,
         backlog: Option<Backlog>,
     ) {
+        let from = id_of(from - self.places_around(place).start);
         let here = &mut self.places[place];
-        let from = id_of(from);
         if let Some(report) = report {
             here.replica
                 .load()
@@ -182,6 +183,9 @@ impl SimWorld<'_> {
         let Command::Batch { items, .. } = &entry.command else {
             return;
         };
+        if self.plan.cells.count > 1 {
+            return; // A cell is not to charge for what another serves.
+        }
         for item in items {
             let Item::Charge(charge) = item else { continue };
             let Some(user) = self.keys.iter().position(|key| *key == charge.user) else {

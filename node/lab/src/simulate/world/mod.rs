@@ -3,6 +3,7 @@
 //! Everything that happens is an `SimEvent` with a time; handling one plans others. Nothing else
 //! passes between replicas, log and engines, so that the order of events is all there is to a run.
 
+mod cells;
 mod clients;
 mod gossip;
 mod restart;
@@ -17,6 +18,7 @@ use state::ids::{LogIndex, Ticket, UserKey};
 use state::policy::RoutingSettings;
 use state::prefix::user_key;
 
+use self::cells::FirstHop;
 use super::clock::SimClock;
 use super::engine::{ProbedFigures, SimEngine};
 use super::events::{EventQueue, Micros};
@@ -77,6 +79,10 @@ enum SimEvent {
     Close,
     /// Replicas crash and start again.
     Restart,
+    /// Cells tell the first hop what they have under way.
+    Tell,
+    /// Cells charge users for what they were served elsewhere.
+    Share,
 }
 
 /// A request, from its arrival to its end.
@@ -85,6 +91,8 @@ struct RequestState {
     prompt: Arc<SimPrompt>,
     output_tokens: u32,
     arrived: Micros,
+    /// The cell that the first hop chose.
+    cell: usize,
     replica: usize,
     /// Output tokens as predicted when it came.
     predicted_output: u32,
@@ -185,6 +193,7 @@ pub struct SimWorld<'a> {
     engines: Vec<SimEngine>,
     probed: Vec<ProbedFigures>,
     places: Vec<ReplicaPlace>,
+    hop: FirstHop,
     requests: Vec<RequestState>,
     /// Of [`SimWorkload::arrivals`], the next.
     next_arrival: usize,
@@ -224,6 +233,11 @@ impl<'a> SimWorld<'a> {
         let place = |id| ReplicaPlace::new(id, 1, state_of(&setup), plan, &run);
         let weights = workload.users.iter().map(|user| user.weight_milli);
         let service = ServiceAccounts::new(plan.prices, weights);
+        let cells = plan.cells.count;
+        assert!(cells == 1 || plan.restart.is_none(), "cells do not restart");
+        let places = (0..cells).flat_map(|_| 1..=plan.replicas).map(place);
+        let places: Vec<ReplicaPlace> = places.collect();
+        let engines = plan.engines() as usize;
         let names = || workload.users.iter().map(|user| user.name.as_str());
         let sender = |(number, name): (usize, &str)| SimSender::new(name, number);
         Self {
@@ -231,11 +245,9 @@ impl<'a> SimWorld<'a> {
             senders: names().enumerate().map(sender).collect(),
             now: 0,
             events: EventQueue::default(),
-            engines: (0..plan.backends)
-                .map(|_| SimEngine::new(&plan.engine))
-                .collect(),
-            probed: vec![ProbedFigures::default(); usize::from(plan.backends)],
-            places: (1..=plan.replicas).map(place).collect(),
+            engines: (0..engines).map(|_| SimEngine::new(&plan.engine)).collect(),
+            probed: vec![ProbedFigures::default(); engines],
+            hop: FirstHop::new(&plan.cells, workload.users.len()),
             requests: Vec::new(),
             next_arrival: 0,
             open_by_user: vec![0; workload.users.len()],
@@ -245,11 +257,12 @@ impl<'a> SimWorld<'a> {
                 .collect(),
             spread: Rng::new(plan.seed, 2),
             moods: Rng::new(plan.seed, 3),
-            next_index: vec![setup.len() as u64 + 1; usize::from(plan.replicas)],
+            next_index: vec![setup.len() as u64 + 1; places.len()],
             setup,
-            epochs: vec![0; usize::from(plan.replicas)],
+            epochs: vec![0; places.len()],
+            places,
             run,
-            tally: SimTally::new(plan.horizon, service, plan.backends),
+            tally: SimTally::new(plan.horizon, service, engines),
             plan,
             workload,
         }
@@ -289,6 +302,7 @@ impl<'a> SimWorld<'a> {
         if let Some(restart) = self.plan.restart {
             self.events.plan(restart.at, SimEvent::Restart);
         }
+        self.begin_cells();
         self.events.plan(self.plan.probe, SimEvent::Probe);
         self.events.plan(self.tally.step(), SimEvent::Sample);
         let horizon = self.plan.horizon;
@@ -324,6 +338,12 @@ impl<'a> SimWorld<'a> {
             SimEvent::Watch => self.tally.service.watch(),
             SimEvent::Close => self.tally.service.close(),
             SimEvent::Restart => self.restart(),
+            SimEvent::Tell => self.tell(),
+            SimEvent::Share => {
+                if let Some(every) = self.plan.cells.charges_every {
+                    self.share_charges(every);
+                }
+            }
         }
     }
 
@@ -341,7 +361,7 @@ impl<'a> SimWorld<'a> {
         let wants_outputs = self.plan.admission.wants_outputs();
         for place in 0..self.places.len() {
             let replica = &self.places[place].replica;
-            replica.probed(|slot| self.probed[usize::from(slot.0)]);
+            replica.probed(|slot| self.probed[self.engine_at(place, slot.0.into())]);
             if learns {
                 replica.tell_samples(self.now);
             }
@@ -402,13 +422,19 @@ impl<'a> SimWorld<'a> {
         }
     }
 
+    /// Of the first replica in the cell of `place`.
+    fn first_digest(&self, place: usize) -> u128 {
+        let first = self.places_around(place).start;
+        self.places[first].replica.state.digest()
+    }
+
     fn charged(&self) -> u64 {
-        let state = &self.places[0].replica.state;
-        let users = self.keys.iter().filter_map(|key| state.user(*key));
         let prices = self.plan.prices;
-        let priced = users.map(|user| {
-            user.total.input_uncached * u64::from(prices.input_price)
-                + user.total.output * u64::from(prices.output_price)
+        let cells = 0..usize::from(self.plan.cells.count);
+        let users = cells.flat_map(|cell| (0..self.keys.len()).map(move |user| (cell, user)));
+        let priced = users.map(|(cell, user)| {
+            let [input, output] = self.own_charges(cell, user);
+            input * u64::from(prices.input_price) + output * u64::from(prices.output_price)
         });
         priced.sum()
     }
@@ -426,9 +452,9 @@ impl<'a> SimWorld<'a> {
         if !self.engines.iter().all(SimEngine::is_idle) {
             faults.push("an engine has work left".to_owned());
         }
-        for place in &self.places {
+        for (number, place) in self.places.iter().enumerate() {
             let ReplicaPlace { replica, lobby, .. } = place;
-            let id = replica.id;
+            let id = number + 1;
             if let Err(broken) = replica.state.check() {
                 faults.push(format!("replica {id}: {broken}"));
             }
@@ -446,7 +472,7 @@ impl<'a> SimWorld<'a> {
                 faults.push(format!("replica {id}: {leases} leases are open"));
             }
             let is_shared = self.plan.ownership_lag.is_some();
-            if is_shared && replica.state.digest() != self.places[0].replica.state.digest() {
+            if is_shared && replica.state.digest() != self.first_digest(number) {
                 faults.push(format!("replica {id}: state differs from the first one's"));
             }
         }

@@ -44,7 +44,8 @@ impl SimWorld<'_> {
             && self.open_by_user[user] < spec.backlog;
         if is_due {
             let rng = &mut self.rngs[user];
-            let (prompt, output_tokens) = self.workload.shape.draw_request(rng);
+            let beginning = spec.beginning.as_deref().unwrap_or_default();
+            let (prompt, output_tokens) = self.workload.shape.draw_after(beginning, rng);
             self.arrive(user, prompt, output_tokens, None);
         }
         is_due
@@ -64,11 +65,15 @@ impl SimWorld<'_> {
         let priced = self.tally.service.price(prompt.tokens, output_tokens);
         self.tally.largest_priced = self.tally.largest_priced.max(priced);
         let is_too_large = !self.engines[0].fits(prompt.tokens.saturating_add(output_tokens));
+        let cell = match self.plan.cells.count {
+            1 => 0,
+            _ => self.choose_cell(&prompt, request),
+        };
         self.requests.push(RequestState {
             user,
-            prompt,
             output_tokens,
             arrived: self.now,
+            cell,
             replica: 0,
             predicted_output: output_tokens,
             stage: RequestStage::Waiting,
@@ -79,6 +84,7 @@ impl SimWorld<'_> {
             ticket: Ticket::default(),
             computed: 0,
             served_output: 0,
+            prompt,
         });
         if is_too_large {
             self.refuse(request);
@@ -90,19 +96,20 @@ impl SimWorld<'_> {
     fn refuse(&mut self, request: usize) {
         self.requests[request].stage = RequestStage::Ended;
         self.tally.refused += 1;
-        self.close(self.requests[request].user);
+        self.close(request);
     }
 
     /// A request comes to a replica, for the first time or again.
     pub(super) fn enter(&mut self, request: usize) {
         self.begin_try(request);
         let user = self.requests[request].user;
-        let drawn = self.spread.below(self.places.len() as u64);
+        let drawn = self.spread.below(self.plan.replicas.into());
         let pinned = self.workload.users[user].replica;
         let place = match pinned.or(self.requests[request].pinned) {
-            Some(pinned) => usize::from(pinned) % self.places.len(),
+            Some(pinned) => usize::from(pinned % self.plan.replicas),
             None => usize::try_from(drawn).expect("below the number of replicas"),
         };
+        let place = self.requests[request].cell * usize::from(self.plan.replicas) + place;
         let asked = &mut self.requests[request];
         asked.replica = place;
         asked.stage = RequestStage::Waiting;
@@ -199,11 +206,11 @@ impl SimWorld<'_> {
         self.follow_bins(place);
         let registry = self.places[place].replica.state.view().registry();
         for backend in &registry.backends {
+            let engine = self.engine_at(place, usize::from(backend.handle.slot.0));
             let here = &mut self.places[place];
             if here.replica.running_at(backend.handle, self.now) > 0 {
                 continue;
             }
-            let engine = usize::from(backend.handle.slot.0);
             let limit = here.replica.limit(backend.handle).unwrap_or(u32::MAX);
             let requests = times.batch_max.min(limit);
             for request in here.lobby.form_batch(self.now, requests) {
@@ -256,6 +263,7 @@ impl SimWorld<'_> {
         was_queued: bool,
         only: Option<Slot>,
     ) -> usize {
+        let first_engine = self.engine_at(place, 0);
         let asked = &mut self.requests[request];
         let replica = &self.places[place].replica;
         let ask = replica.request(request, &asked.prompt, &self.senders[asked.user]);
@@ -274,10 +282,11 @@ impl SimWorld<'_> {
         let matched = prefill.map_or(decision.matched, |it| it.matched);
         self.tally.predicted_tokens += u64::from(matched) * u64::from(self.plan.block_tokens);
         self.tally.promised(asked.user, asked.output_tokens);
-        let (engine, output_tokens) = match flight.prefill_engine() {
+        let (slot, output_tokens) = match flight.prefill_engine() {
             Some(computing) => (computing, 1),
             None => (usize::from(decision.backend.slot.0), asked.output_tokens),
         };
+        let engine = first_engine + slot;
         self.engines[engine].submit(request, &asked.prompt, output_tokens);
         asked.stage = RequestStage::Running(Box::new(flight));
         self.changed(place);
@@ -293,7 +302,7 @@ impl SimWorld<'_> {
         if asked.tries != tries {
             return;
         }
-        let engine = usize::from(flight.backend.slot.0);
+        let engine = self.engine_at(asked.replica, usize::from(flight.backend.slot.0));
         self.engines[engine].submit_fetched(request, &asked.prompt, asked.output_tokens);
         self.begin_step(engine);
     }
@@ -305,20 +314,22 @@ impl SimWorld<'_> {
     }
 
     pub(super) fn step_over(&mut self, engine: usize) {
-        let mut touched = vec![false; self.places.len()];
+        let places = self.places_beside(engine);
+        let mut touched = vec![false; places.len()];
         for served in self.engines[engine].finish_step() {
             let place = self.requests[served.request].replica;
-            touched[place] = true;
+            touched[place - places.start] = true;
             self.served(engine, place, &served);
         }
         self.begin_step(engine);
-        for (place, _) in touched.iter().enumerate().filter(|(_, is)| **is) {
+        for (place, _) in places.zip(touched).filter(|(_, is)| *is) {
             self.changed(place);
             self.pump(place);
         }
     }
 
     fn served(&mut self, engine: usize, place: usize, served: &ServedStep) {
+        let slot = engine - self.engine_at(place, 0);
         let request = &mut self.requests[served.request];
         let RequestStage::Running(flight) = &mut request.stage else {
             return; // Cut off, and sent again since.
@@ -330,7 +341,7 @@ impl SimWorld<'_> {
             output: served.output_tokens,
             cached: served.cached_tokens,
         };
-        if flight.is_prefilled_by(engine) {
+        if flight.is_prefilled_by(slot) {
             replica.prefilled(flight, &prompt, &told);
             let after = self.plan.apart.transfer_us(prompt.tokens);
             let fetched = SimEvent::Fetched {
@@ -376,12 +387,16 @@ impl SimWorld<'_> {
         let replica = &self.places[place].replica;
         replica.end(*flight, &asked.prompt, told, AttemptEnd::Finished);
         self.tally.ended(self.now, took, engine);
-        self.close(user);
+        self.close(request);
         self.sends_one(user);
     }
 
-    pub(super) fn close(&mut self, user: usize) {
+    pub(super) fn close(&mut self, request: usize) {
+        let asked = &self.requests[request];
         self.open -= 1;
-        self.open_by_user[user] -= 1;
+        self.open_by_user[asked.user] -= 1;
+        if self.plan.cells.count > 1 {
+            self.hop.closed(asked.cell);
+        }
     }
 }

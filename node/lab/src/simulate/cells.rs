@@ -1,0 +1,277 @@
+//! The `cells` experiment: what is lost when a fleet is cut into cells that share nothing.
+//!
+//! A load of shared prefixes goes to one ideal router of all engines, which knows everything at
+//! once, and to cells of three replicas and four engines behind a first hop. Then users who always
+//! wait are served by cells: half of them send prompts that begin alike, which the first hop keeps
+//! together, and half of them prompts that spread.
+
+use std::sync::Arc;
+
+use state::admission::{AdmissionSettings, Concurrency, Order};
+use state::policy::{ChwblSettings, PolicyConfig};
+
+use super::compare::{ComparisonCase, ComparisonCases};
+use super::events::Micros;
+use super::plan::{BLOCK_TOKENS, CellPlan, EngineModel, SimPlan};
+use super::report::{ExperimentResult, RunReport};
+use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
+use crate::engine::text::TOKEN_BYTES;
+use crate::replay::text::passage;
+
+/// Engines of one cell.
+const ENGINES: u16 = 4;
+/// Numbers of cells.
+const CELLS: [u16; 2] = [10, 100];
+/// Cells in which fairness is tried.
+const FAIR_CELLS: u16 = 10;
+/// Most that a cell may have under way, of the average, in thousandths: in effect no bound.
+const UNBOUNDED: u32 = 1_000_000;
+/// How often cells tell each other what they charged.
+const CHARGES_EVERY: Micros = 1_000_000;
+/// Least share of the ideal router's hit rate that cells are to reach.
+const HITS_MIN: f64 = 0.95;
+/// Most that their mean time to first token may be of the ideal router's.
+const MEAN_MAX: f64 = 1.25;
+/// Least over greatest service, with charges that are shared.
+const FAIR_MIN: f64 = 0.9;
+
+/// The cases: for each number of cells the ideal router, cells by a bounded hash, by a hash without
+/// a bound, and cells chosen whatever a prompt begins with; then fairness.
+#[must_use]
+pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
+    let mut cases = Vec::new();
+    for count in CELLS {
+        let workload = Arc::new(shared_prefixes(seed, count, horizon));
+        let base = SimPlan {
+            seed,
+            horizon,
+            ..SimPlan::default()
+        };
+        cases.extend(kinds(&base, count).map(|plan| ComparisonCase {
+            plan,
+            workload: Arc::clone(&workload),
+        }));
+    }
+    let workload = Arc::new(always_waiting());
+    let base = waiting_plan(seed, horizon);
+    let [ideal, bounded, hashed, _] = kinds(&base, FAIR_CELLS);
+    let mut sharing = bounded.clone();
+    sharing.cells.charges_every = Some(CHARGES_EVERY);
+    sharing.label.push_str(", charges shared");
+    for mut plan in [ideal, hashed, bounded, sharing] {
+        plan.label = format!("users who wait: {}", plan.label);
+        let workload = Arc::clone(&workload);
+        cases.push(ComparisonCase { plan, workload });
+    }
+    ComparisonCases {
+        title: format!(
+            "Cells of 3 replicas and {ENGINES} engines behind a first hop, against one ideal router"
+        ),
+        cases,
+        judge,
+    }
+}
+
+/// One router of all engines, and cells by three ways of choosing one.
+fn kinds(base: &SimPlan, count: u16) -> [SimPlan; 4] {
+    let by_hash = |load_factor_milli| {
+        PolicyConfig::Chwbl(ChwblSettings {
+            load_factor_milli,
+            ..ChwblSettings::default()
+        })
+    };
+    let bounded = ChwblSettings::default().load_factor_milli;
+    let cells = |name: &str, hop: PolicyConfig| SimPlan {
+        label: format!("{count} cells, {name}"),
+        backends: ENGINES,
+        cells: CellPlan {
+            count,
+            hop,
+            ..CellPlan::default()
+        },
+        ..base.clone()
+    };
+    let ideal = SimPlan {
+        label: format!("one router, {} engines", count * ENGINES),
+        backends: count * ENGINES,
+        replicas: 1,
+        ..base.clone()
+    };
+    [
+        ideal,
+        cells("bounded hash", by_hash(bounded)),
+        cells("hash", by_hash(UNBOUNDED)),
+        cells("least busy", PolicyConfig::LeastRequest),
+    ]
+}
+
+/// Prefixes that all engines of a cell hold together and none alone, and some that are asked for
+/// much more often than others: one request in twenty is of the first.
+fn shared_prefixes(seed: u64, cells: u16, horizon: Micros) -> SimWorkload {
+    let cells = u32::from(cells);
+    let mix = Mix {
+        duration: horizon,
+        rate: 32.0 * f64::from(cells),
+        groups: 320 * cells,
+        group_tokens: 1024,
+        hot_permille: 50,
+        users: 8,
+        ..Mix::shared_prefix()
+    };
+    mix.generate(seed)
+}
+
+fn waiting_plan(seed: u64, horizon: Micros) -> SimPlan {
+    let mut plan = SimPlan {
+        seed,
+        horizon: 3 * horizon,
+        admission: AdmissionSettings {
+            order: Order::Vtc,
+            concurrency: Concurrency::Fixed(16),
+            queue_max: u32::MAX,
+            wait_ms_max: u32::MAX,
+            ..AdmissionSettings::default()
+        },
+        ..SimPlan::default()
+    };
+    if let EngineModel::Continuous(shape) = &mut plan.engine {
+        shape.max_num_seqs = 24;
+    }
+    plan
+}
+
+/// Eight users who send more than an equal share of all cells; the prompts of every other one begin
+/// alike.
+fn always_waiting() -> SimWorkload {
+    let alike_tokens = (CellPlan::default().hashed_blocks * BLOCK_TOKENS) as usize;
+    let user = |number: u64| SimUser {
+        backlog: 48 * u32::from(FAIR_CELLS),
+        beginning: (number % 2 == 1).then(|| passage(number, 0, alike_tokens * TOKEN_BYTES).into()),
+        ..SimUser::named(&format!("user-{}", number + 1))
+    };
+    SimWorkload {
+        name: String::new(),
+        users: (0..8).map(user).collect(),
+        arrivals: Vec::new(),
+        shape: LengthRange::default(),
+    }
+}
+
+fn judge(runs: &[RunReport]) -> Vec<ExperimentResult> {
+    let mut verdicts = Vec::new();
+    for (kinds, count) in runs.chunks(4).zip(CELLS) {
+        let [ideal, bounded, ..] = kinds else {
+            continue;
+        };
+        let hits = bounded.hit_rate / ideal.hit_rate;
+        verdicts.push(ExperimentResult {
+            claim: format!(
+                "{count} cells hit {hits:.3} of what one ideal router does: at least {HITS_MIN}"
+            ),
+            holds: hits >= HITS_MIN,
+        });
+        let mean = bounded.ttft_ms.mean / ideal.ttft_ms.mean;
+        verdicts.push(ExperimentResult {
+            claim: format!(
+                "{count} cells take {mean:.3} times as long to the first token: at most {MEAN_MAX}"
+            ),
+            holds: mean <= MEAN_MAX,
+        });
+    }
+    if let [.., apart, shared] = runs {
+        let fairness = |run: &RunReport| {
+            let served = || run.service.values().copied();
+            served().fold(f64::MAX, f64::min) / served().fold(0.0, f64::max)
+        };
+        let (apart, shared) = (fairness(apart), fairness(shared));
+        verdicts.push(ExperimentResult {
+            claim: format!(
+                "least over greatest service: {shared:.3} with charges shared every second, at \
+                 least {FAIR_MIN}; {apart:.3} without"
+            ),
+            holds: shared >= FAIR_MIN && shared > apart,
+        });
+    }
+    verdicts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Micros = 1_000_000;
+
+    fn run(plan: &SimPlan, workload: &Arc<SimWorkload>) -> RunReport {
+        let case = ComparisonCase {
+            plan: plan.clone(),
+            workload: Arc::clone(workload),
+        };
+        let run = case.run(|_| {});
+        assert_eq!(run.faults, Vec::<String>::new(), "{}", plan.label);
+        run
+    }
+
+    #[test]
+    fn a_prefix_stays_in_its_cell_and_what_is_beyond_the_bound_goes_elsewhere() {
+        let mix = Mix {
+            rate: 40.0,
+            duration: 3 * SECOND,
+            groups: 1,
+            group_tokens: 256,
+            lengths: LengthRange {
+                input: (16, 64),
+                output: (4, 16),
+            },
+            ..Mix::shared_prefix()
+        };
+        let workload = Arc::new(mix.generate(1));
+        let base = SimPlan {
+            horizon: 3 * SECOND,
+            ..SimPlan::default()
+        };
+        let [_, bounded, hashed, busy] = kinds(&base, 3).map(|plan| run(&plan, &workload));
+        let cells = |run: &RunReport| {
+            let cells = run.by_backend.chunks(ENGINES.into());
+            cells.map(|it| it.iter().sum()).collect::<Vec<u64>>()
+        };
+        let [most, rest @ ..] = &sorted(cells(&hashed))[..] else {
+            panic!("three cells");
+        };
+        assert_eq!((*most, rest), (hashed.requests, &[0, 0][..]));
+        // Told ten times a second, the hop spreads what comes in between by what it sent itself.
+        assert!(sorted(cells(&bounded))[1] > 0, "{:?}", cells(&bounded));
+        assert!(
+            sorted(cells(&busy))[2] > busy.requests / 5,
+            "{:?}",
+            cells(&busy)
+        );
+        assert!(hashed.hit_rate > busy.hit_rate);
+    }
+
+    fn sorted(mut cells: Vec<u64>) -> Vec<u64> {
+        cells.sort_unstable_by_key(|it| std::cmp::Reverse(*it));
+        cells
+    }
+
+    #[test]
+    fn cells_that_share_charges_serve_users_more_evenly_and_charge_nothing_twice() {
+        let mut workload = always_waiting();
+        for user in &mut workload.users {
+            user.backlog /= 4;
+        }
+        let workload = Arc::new(workload);
+        let base = waiting_plan(2, 5 * SECOND);
+        let [_, bounded, ..] = kinds(&base, 3);
+        let mut sharing = bounded.clone();
+        sharing.cells.charges_every = Some(SECOND);
+        let [apart, shared] = [bounded, sharing].map(|plan| run(&plan, &workload));
+        let least = |run: &RunReport| run.service.values().copied().fold(f64::MAX, f64::min);
+        assert!(
+            least(&shared) > least(&apart),
+            "{shared:?} against {apart:?}"
+        );
+        let cached = (shared.hit_rate * shared.prompt_tokens as f64).round() as u64;
+        let used = shared.prompt_tokens - cached + 2 * shared.output_tokens;
+        assert_eq!(shared.charged, used);
+    }
+}

@@ -1,0 +1,72 @@
+//! Flags of `quorate simulate` about what is asked for.
+
+use std::time::Duration;
+
+use super::events::Micros;
+use super::parse::{range, rate, span};
+use crate::replay::trace::LengthScale;
+
+/// What is asked for.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Workload")]
+pub(super) struct DemandArgs {
+    /// Mean requests per second [default for a trace: as recorded]
+    #[arg(long, value_name = "R", value_parser = rate)]
+    pub(super) rate: Option<f64>,
+    /// Time until which requests arrive
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    pub(super) duration: Option<Duration>,
+    /// Maximum number of requests
+    #[arg(long, value_name = "N")]
+    pub(super) requests: Option<u64>,
+    /// Multiply the lengths in a trace by this fraction, such as 1/16
+    #[arg(long, value_name = "FRACTION", default_value = "1")]
+    pub(super) scale: LengthScale,
+    /// Number of users
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(super) users: u32,
+    /// Pin each user to one replica
+    #[arg(long)]
+    pub(super) pin: bool,
+    /// Weights of users, repeated as needed: 1,2,3,4
+    #[arg(long, value_name = "W", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(super) weights: Vec<u32>,
+    /// Rates of users in `fairness`, repeated as needed: 1,2,3,4
+    #[arg(long, value_name = "R", value_delimiter = ',', default_value = "1,2,3,4", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(super) rates: Vec<u32>,
+    /// Requests that a user of rate 1 keeps open in `fairness`, enough to always wait
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(super) backlog: u32,
+    /// Time in which the first user of `fairness` sends nothing: 20s..40s
+    #[arg(long, value_name = "FROM..TO", value_parser = span)]
+    pub(super) off: Option<(Micros, Micros)>,
+    /// Prompt tokens that are unique to a request: 64..192
+    #[arg(long, value_name = "A..B", value_parser = range)]
+    pub(super) input_tokens: Option<(u32, u32)>,
+    /// Output tokens per request: 16..64
+    #[arg(long, value_name = "A..B", value_parser = range)]
+    pub(super) output_tokens: Option<(u32, u32)>,
+    /// Number of groups of requests with a shared prefix
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(super) prefixes: Option<u32>,
+    /// Tokens of a group's shared prefix
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    pub(super) prefix_tokens: Option<u32>,
+}
+
+/// Workloads that are generated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum WorkloadKind {
+    /// Groups with a long shared prefix each
+    SharedPrefix,
+    /// Most requests in one group
+    OneHot,
+    /// One prefix shared by all groups
+    Templated,
+    /// One block that differs between groups, early in otherwise identical prompts
+    Volatile,
+    /// Bursts: six times the rate for five of every twenty seconds
+    Burst,
+    /// Users who always have requests waiting
+    Fairness,
+}

@@ -1,0 +1,283 @@
+//! The `policies` experiment: every policy on the same loads, and how far the default one is behind
+//! the best of them.
+//!
+//! Five loads are generated. Recorded ones come on top: a trace that names its blocks, at a
+//! sixteenth of its lengths and three rates, and traces that name none, as they were recorded. All
+//! rates are those of four engines and grow with the number of engines, so that a load can be tried
+//! on a fleet that nobody chose constants for.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use state::policy::PolicyConfig;
+
+use super::compare::{ComparisonCase, ComparisonCases};
+use super::events::Micros;
+use super::plan::SimPlan;
+use super::policies::SimPolicy;
+use super::report::{ExperimentResult, RunReport};
+use super::unusable::SimulateArgsError;
+use super::workload::{Mix, SimWorkload};
+use crate::replay::trace::{self, LengthScale, TraceOptions};
+
+/// Engines that the rates below are meant for.
+const ENGINES: f64 = 4.0;
+/// Requests per second of a trace that names its blocks: light, busy, and near capacity.
+const RATES: [f64; 3] = [20.0, 30.0, 45.0];
+/// What the lengths of such a trace are multiplied with.
+const SCALE: &str = "1/16";
+/// Time in which generated requests arrive, unless told otherwise.
+const GENERATED: Micros = 300_000_000;
+/// Most that the default policy's mean time to first token may be of the best one's.
+const MEAN_MAX: f64 = 1.03;
+/// The same of the 99th percentile.
+const P99_MAX: f64 = 1.05;
+
+/// What the experiment is asked for.
+pub struct PolicyLoads<'a> {
+    /// The cluster.
+    pub base: SimPlan,
+    /// Policies; none: all, with their default settings.
+    pub policies: &'a [SimPolicy],
+    /// Recorded loads.
+    pub traces: &'a [PathBuf],
+    /// Until when requests come; `None`: generated ones for five minutes, recorded ones to the end.
+    pub duration: Option<Micros>,
+    /// Share of each rate, in hundredths.
+    pub percent: u32,
+    /// Users of loads that name none.
+    pub users: u32,
+}
+
+impl PolicyLoads<'_> {
+    /// A run for each load and policy.
+    ///
+    /// # Errors
+    /// A trace that cannot be read.
+    pub fn cases(&self) -> Result<ComparisonCases, SimulateArgsError> {
+        let mut loads = self.generated();
+        for path in self.traces {
+            loads.extend(self.recorded(path)?);
+        }
+        let all: Vec<SimPolicy> = PolicyConfig::defaults().into_iter().map(plain).collect();
+        let policies = match self.policies {
+            [] => &all[..],
+            some => some,
+        };
+        let mut cases = Vec::new();
+        for load in loads {
+            let workload = Arc::new(load);
+            let last = workload.arrivals.last().map_or(1, |sent| sent.at);
+            cases.extend(policies.iter().map(|policy| ComparisonCase {
+                plan: SimPlan {
+                    label: policy.label.clone(),
+                    policy: policy.config.clone(),
+                    as_written: policy.as_written,
+                    horizon: last.max(1),
+                    ..self.base.clone()
+                },
+                workload: Arc::clone(&workload),
+            }));
+        }
+        let SimPlan {
+            backends,
+            replicas,
+            seed,
+            ..
+        } = self.base;
+        Ok(ComparisonCases {
+            title: format!(
+                "Policies on loads at {} % of their rates: {backends} backends, {replicas} \
+                 replicas, seed {seed}",
+                self.percent
+            ),
+            cases,
+            judge,
+        })
+    }
+
+    fn factor(&self) -> f64 {
+        f64::from(self.percent) / 100.0 * f64::from(self.base.backends) / ENGINES
+    }
+
+    fn generated(&self) -> Vec<SimWorkload> {
+        let named = [
+            ("shared-prefix", Mix::shared_prefix()),
+            ("one-hot", Mix::one_hot()),
+            ("templated", Mix::templated()),
+            ("volatile", Mix::volatile()),
+            ("burst", Mix::burst()),
+        ];
+        let generate = |(name, mix): (&str, Mix)| {
+            let mix = Mix {
+                rate: mix.rate * self.factor(),
+                duration: self.duration.unwrap_or(GENERATED),
+                users: self.users,
+                ..mix
+            };
+            SimWorkload {
+                name: name.to_owned(),
+                ..mix.generate(self.base.seed)
+            }
+        };
+        named.into_iter().map(generate).collect()
+    }
+
+    fn recorded(&self, path: &Path) -> Result<Vec<SimWorkload>, SimulateArgsError> {
+        let unreadable = |error: anyhow::Error| SimulateArgsError::new(format!("{error:#}"));
+        let names_blocks = path.extension().is_some_and(|it| it == "jsonl");
+        let scale = match names_blocks {
+            true => SCALE
+                .parse::<LengthScale>()
+                .map_err(SimulateArgsError::new)?,
+            false => LengthScale::ONE,
+        };
+        let options = TraceOptions {
+            scale,
+            first: None,
+            users: self.users,
+            seed: self.base.seed,
+        };
+        let arrivals = trace::read(path, &options).map_err(|it| unreadable(it.into()))?;
+        let recorded = SimWorkload::of_trace(&arrivals);
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+        let at = |rate: f64, name: String| {
+            let mut workload = SimWorkload {
+                name,
+                ..recorded.clone()
+            };
+            workload.set_rate(rate * self.factor());
+            if let Some(duration) = self.duration {
+                workload.arrivals.retain(|sent| sent.at < duration);
+            }
+            workload
+        };
+        Ok(match names_blocks {
+            true => RATES
+                .map(|rate| at(rate, format!("{stem} {rate}/s")))
+                .into(),
+            false => vec![at(recorded.rate(), stem.into_owned())],
+        })
+    }
+}
+
+fn plain(config: PolicyConfig) -> SimPolicy {
+    SimPolicy {
+        label: config.name().to_owned(),
+        config,
+        as_written: None,
+    }
+}
+
+/// The name of the policy that clusters begin with.
+fn default_policy() -> &'static str {
+    SimPlan::default().policy.name()
+}
+
+/// On each load, how far the default policy is behind the best one.
+fn judge(runs: &[RunReport]) -> Vec<ExperimentResult> {
+    let by_load = runs.chunk_by(|one, other| one.load == other.load);
+    by_load.flat_map(judge_load).collect()
+}
+
+fn judge_load(runs: &[RunReport]) -> Vec<ExperimentResult> {
+    let name = default_policy();
+    let Some(default) = runs.iter().find(|run| run.label == name) else {
+        return Vec::new();
+    };
+    let figures: [(&str, f64, fn(&RunReport) -> f64); 2] = [
+        ("mean", MEAN_MAX, |run| run.ttft_ms.mean),
+        ("p99", P99_MAX, |run| run.ttft_ms.p99),
+    ];
+    let judged = figures.into_iter().filter_map(|(figure, most, of)| {
+        let best = runs.iter().min_by(|a, b| of(a).total_cmp(&of(b)))?;
+        let ratio = of(default) / of(best);
+        Some(ExperimentResult {
+            claim: format!(
+                "{}: {figure} TTFT of {name} is {ratio:.3} times that of {}, at most {most}",
+                default.load, best.label
+            ),
+            holds: ratio <= most,
+        })
+    });
+    judged.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simulate::matrix;
+
+    #[test]
+    fn each_policy_meets_each_load_and_the_default_is_judged_on_each() {
+        let policies = ["cost", "random"].map(|it| SimPolicy::parse(it).unwrap());
+        let loads = PolicyLoads {
+            base: SimPlan {
+                backends: 2,
+                ..SimPlan::default()
+            },
+            policies: &policies,
+            traces: &[],
+            duration: Some(3_000_000),
+            percent: 200,
+            users: 2,
+        };
+        let comparison = loads.cases().unwrap().run(1, String::new(), |_| {});
+        assert_eq!((comparison.runs.len(), comparison.verdicts.len()), (10, 10));
+        for run in &comparison.runs {
+            assert_eq!(run.faults, Vec::<String>::new());
+            // 20 a second for four engines are 20 for two at twice the rate.
+            assert!((20..120).contains(&run.requests), "{}", run.requests);
+        }
+        let text = matrix::tables(&comparison);
+        for part in ["| `cost` | 1.", "| `random` | ", " one-hot |", " burst |"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(
+            comparison
+                .verdicts
+                .iter()
+                .all(|it| it.claim.contains("of cost is"))
+        );
+    }
+
+    #[test]
+    fn a_default_that_is_behind_is_told() {
+        let loads = PolicyLoads {
+            base: SimPlan::default(),
+            policies: &[SimPolicy::default()],
+            traces: &[],
+            duration: Some(1_000_000),
+            percent: 100,
+            users: 1,
+        };
+        let mut runs = loads.cases().unwrap().run(1, String::new(), |_| {}).runs;
+        runs.truncate(1);
+        assert!(
+            judge(&runs).iter().all(|it| it.holds),
+            "it is the best of one"
+        );
+        let mut better = runs[0].clone();
+        better.label = "other".to_owned();
+        better.ttft_ms.mean *= 0.9;
+        better.ttft_ms.p99 *= 0.97;
+        runs.push(better);
+        let holds: Vec<bool> = judge(&runs).iter().map(|it| it.holds).collect();
+        assert_eq!(holds, [false, true]);
+    }
+
+    #[test]
+    fn a_trace_that_is_not_there_is_told() {
+        let traces = [PathBuf::from("nowhere.jsonl")];
+        let loads = PolicyLoads {
+            base: SimPlan::default(),
+            policies: &[],
+            traces: &traces,
+            duration: Some(1_000_000),
+            percent: 100,
+            users: 1,
+        };
+        let fault = loads.cases().err().unwrap().to_string();
+        assert!(fault.contains("nowhere.jsonl"), "{fault}");
+    }
+}

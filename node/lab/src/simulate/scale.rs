@@ -1,0 +1,134 @@
+//! The `scale` experiment: where one Raft group ends, computed from what benches measured.
+//!
+//! Nothing is simulated. Each cost is a measured one times how often it falls due, for fleets of
+//! growing size under the same load per engine. docs/internals/scale.md says where each figure comes
+//! from and what the table means.
+
+use crate::terminal::{FittedTable, column};
+
+/// Sizes of the fleet, in engines.
+const FLEETS: [u32; 7] = [16, 64, 256, 512, 1024, 2048, 4000];
+
+/// The load of one engine, and how a group serves it.
+const BLOCKS_PER_ENGINE: f64 = 250_000.0;
+const REQUESTS_PER_S: f64 = 5.0;
+const NEW_BLOCKS_PER_REQUEST: f64 = 64.0;
+const REPLICAS: f64 = 3.0;
+
+/// Bytes in the log of one request with its charges, and of one new block.
+const LOG_BYTES_PER_REQUEST: f64 = 26.0;
+const LOG_BYTES_PER_BLOCK: f64 = 8.0;
+/// New blocks applied per second while as many are evicted, and leases on known prompts.
+const BLOCKS_APPLIED_PER_S: f64 = 1.51e6;
+const LEASES_APPLIED_PER_S: f64 = 2.04e6;
+/// Bytes of the whole process per owned block, and of a snapshot.
+const MEMORY_PER_BLOCK: f64 = 52.0;
+const SNAPSHOT_PER_BLOCK: f64 = 19.1;
+/// Blocks restored per second.
+const BLOCKS_RESTORED_PER_S: f64 = 10e6 / 4.1;
+/// A whole decision: what it takes anyway, and for each backend.
+const DECISION_S: f64 = 0.6e-6;
+const DECISION_PER_BACKEND_S: f64 = 29.6e-6 / 512.0;
+/// Bytes of one busy backend in a load report, and reports per second to each peer.
+const REPORT_BYTES: f64 = 9.0;
+const REPORTS_PER_S: f64 = 50.0;
+
+/// What one replica spends on a fleet of so many engines.
+struct GroupCosts {
+    engines: u32,
+    requests_per_s: f64,
+    blocks: f64,
+}
+
+impl GroupCosts {
+    fn of(engines: u32) -> Self {
+        let count = f64::from(engines);
+        Self {
+            engines,
+            requests_per_s: count * REQUESTS_PER_S,
+            blocks: count * BLOCKS_PER_ENGINE,
+        }
+    }
+
+    fn log_bytes_per_s(&self) -> f64 {
+        let request = LOG_BYTES_PER_REQUEST + NEW_BLOCKS_PER_REQUEST * LOG_BYTES_PER_BLOCK;
+        self.requests_per_s * request
+    }
+
+    /// Cores that apply the log: one thread, so that 1 is the end.
+    fn apply_cores(&self) -> f64 {
+        let request = NEW_BLOCKS_PER_REQUEST / BLOCKS_APPLIED_PER_S + 1.0 / LEASES_APPLIED_PER_S;
+        self.requests_per_s * request
+    }
+
+    fn decision_s(&self) -> f64 {
+        DECISION_S + f64::from(self.engines) * DECISION_PER_BACKEND_S
+    }
+
+    fn decision_cores(&self) -> f64 {
+        self.requests_per_s / REPLICAS * self.decision_s()
+    }
+
+    fn report_bytes_per_s(&self) -> f64 {
+        f64::from(self.engines) * REPORT_BYTES * REPORTS_PER_S * (REPLICAS - 1.0)
+    }
+
+    fn restore_s(&self) -> f64 {
+        self.blocks / BLOCKS_RESTORED_PER_S
+    }
+}
+
+/// The table.
+#[must_use]
+pub fn table() -> FittedTable {
+    let mut table = FittedTable::new(&[
+        column("engines").number(),
+        column("M blocks").number(),
+        column("requests/s").number(),
+        column("log MB/s").number(),
+        column("apply, cores").number(),
+        column("memory GB").number(),
+        column("snapshot GB").number(),
+        column("restore s").number(),
+        column("decision us").number(),
+        column("decisions, cores").number(),
+        column("load out, MB/s").number(),
+    ]);
+    for costs in FLEETS.map(GroupCosts::of) {
+        table.add_row([
+            costs.engines.to_string(),
+            format!("{:.0}", costs.blocks / 1e6),
+            format!("{:.0}", costs.requests_per_s),
+            format!("{:.2}", costs.log_bytes_per_s() / 1e6),
+            format!("{:.3}", costs.apply_cores()),
+            format!("{:.2}", costs.blocks * MEMORY_PER_BLOCK / 1e9),
+            format!("{:.2}", costs.blocks * SNAPSHOT_PER_BLOCK / 1e9),
+            format!("{:.1}", costs.restore_s()),
+            format!("{:.1}", 1e6 * costs.decision_s()),
+            format!("{:.3}", costs.decision_cores()),
+            format!("{:.2}", costs.report_bytes_per_s() / 1e6),
+        ]);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_group_spends_grows_with_the_fleet_and_decisions_with_its_square() {
+        let (small, large) = (GroupCosts::of(400), GroupCosts::of(4000));
+        let grows = |of: fn(&GroupCosts) -> f64| of(&large) / of(&small);
+        for linear in [
+            GroupCosts::log_bytes_per_s,
+            GroupCosts::apply_cores,
+            GroupCosts::report_bytes_per_s,
+            GroupCosts::restore_s,
+        ] {
+            assert!((grows(linear) - 10.0).abs() < 1e-6);
+        }
+        assert!((95.0..100.0).contains(&grows(GroupCosts::decision_cores)));
+        assert_eq!(large.blocks, 1e9);
+    }
+}
