@@ -105,14 +105,14 @@ fn kinds(base: &SimPlan, count: u16) -> [SimPlan; 4] {
     ]
 }
 
-/// Prefixes that all engines of a cell hold together and none alone, and some that are asked for
-/// much more often than others: one request in twenty is of the first.
+/// Prefixes for each cell that are asked for ten times in twenty seconds, and one that is asked for
+/// much more often than others: by one request in twenty, whatever the number of cells.
 fn shared_prefixes(seed: u64, cells: u16, horizon: Micros) -> SimWorkload {
     let cells = u32::from(cells);
     let mix = Mix {
         duration: horizon,
         rate: 32.0 * f64::from(cells),
-        groups: 320 * cells,
+        groups: 64 * cells,
         group_tokens: 1024,
         hot_permille: 50,
         users: 8,
