@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 mod dependencies;
 #[path = "tidy/docs.rs"]
 mod docs;
+#[path = "tidy/engines.rs"]
+mod engines;
 #[path = "tidy/modules.rs"]
 mod modules;
 #[path = "tidy/paths.rs"]

@@ -1,4 +1,5 @@
-//! Reads an engine's metrics page and model list, in the dialects of vLLM, SGLang and llama.cpp.
+//! Reads an engine's metrics page and model list, in the dialects of vLLM, SGLang, llama.cpp
+//! and Dynamo.
 //!
 //! Several samples of one name (one per data-parallel rank or model) are summed; for cache usage,
 //! the fullest rank counts. Of one rank, only its own samples and those of the whole engine are
@@ -28,6 +29,8 @@ pub enum EngineKind {
     /// llama.cpp.
     #[serde(rename = "llama.cpp")]
     LlamaCpp,
+    /// A frontend of Dynamo, with the workers behind it.
+    Dynamo,
 }
 
 impl EngineKind {
@@ -48,13 +51,16 @@ impl EngineKind {
         match self {
             Self::Vllm => Some("engine"),
             Self::Sglang => Some("dp_rank"),
-            Self::LlamaCpp => None,
+            Self::LlamaCpp | Self::Dynamo => None,
         }
     }
 
     /// The engine that exports a metric of this name.
     fn of(metric: &str) -> Option<Self> {
-        Self::named(metric.split_once(':')?.0)
+        match metric.split_once(':') {
+            Some((name, _)) => Self::named(name),
+            None => (metric.starts_with("dynamo_frontend_")).then_some(Self::Dynamo),
+        }
     }
 
     /// Whether it keeps cached blocks of different `cache_salt`s apart, in all versions that are
@@ -63,7 +69,7 @@ impl EngineKind {
     pub fn knows_salts(self) -> bool {
         match self {
             Self::Vllm => true,
-            Self::Sglang | Self::LlamaCpp => false,
+            Self::Sglang | Self::LlamaCpp | Self::Dynamo => false,
         }
     }
 }
@@ -74,6 +80,7 @@ impl fmt::Display for EngineKind {
             Self::Vllm => "vllm",
             Self::Sglang => "sglang",
             Self::LlamaCpp => "llama.cpp",
+            Self::Dynamo => "dynamo",
         })
     }
 }
@@ -164,7 +171,8 @@ impl EngineMetrics {
         match sample.name {
             "vllm:num_requests_running"
             | "sglang:num_running_reqs"
-            | "llamacpp:requests_processing" => add_u32(&mut self.running, value),
+            | "llamacpp:requests_processing"
+            | "dynamo_frontend_inflight_requests" => add_u32(&mut self.running, value),
             "vllm:num_requests_waiting"
             | "sglang:num_queue_reqs"
             | "llamacpp:requests_deferred" => add_u32(&mut self.waiting, value),
@@ -180,10 +188,16 @@ impl EngineMetrics {
             }
             "vllm:prompt_tokens_total"
             | "sglang:prompt_tokens_total"
-            | "llamacpp:prompt_tokens_total" => add_u64(&mut self.prompt_tokens, value),
+            | "llamacpp:prompt_tokens_total"
+            | "dynamo_frontend_input_sequence_tokens_sum" => {
+                add_u64(&mut self.prompt_tokens, value)
+            }
             "sglang:max_total_num_tokens" => add_u64(&mut self.cache_tokens, value),
             "vllm:cache_config_info" => self.add_cache_config(sample),
-            "sglang:page_size" => self.add_page_size(whole(value)),
+            // Its blocks are told per worker, and not how many workers there are.
+            "sglang:page_size" | "dynamo_frontend_model_kv_cache_block_size" => {
+                self.add_page_size(whole(value))
+            }
             // The same before SGLang 0.5.12.
             "sglang:cache_config_info" => {
                 let label = sample.labels.get("page_size");
@@ -263,10 +277,26 @@ struct ListedModel {
     parent: Value,
     #[serde(default)]
     max_model_len: Value,
+    /// Dynamo's word for it.
+    #[serde(default)]
+    context_window: Value,
+    /// Where llama.cpp has it, as `n_ctx`.
+    #[serde(default)]
+    meta: Value,
     #[serde(default)]
     permission: Value,
     #[serde(default)]
     owned_by: Value,
+}
+
+/// Tokens of the longest context, under the names that engines have for it.
+fn model_length(listed: &ListedModel) -> Option<u64> {
+    let names = [
+        &listed.max_model_len,
+        &listed.context_window,
+        &listed.meta["n_ctx"],
+    ];
+    names.into_iter().find_map(Value::as_u64)
 }
 
 /// Longest text or permission of a model that is kept, in bytes.
@@ -314,11 +344,12 @@ impl From<ListedModel> for EngineModel {
             _ => None,
         };
         let is_kept = |value: &Value| value.is_array() && value.to_string().len() <= KEPT_BYTES_MAX;
+        let max_model_len = model_length(&listed);
         Self {
             id: listed.id,
             root: text(listed.root),
             parent: text(listed.parent),
-            max_model_len: listed.max_model_len.as_u64(),
+            max_model_len,
             permission: Some(listed.permission).filter(is_kept),
             owned_by: text(listed.owned_by),
         }
@@ -399,6 +430,23 @@ mod tests {
     }
 
     #[test]
+    fn a_dynamo_page_is_read() {
+        let page = include_bytes!("samples/dynamo.txt");
+        let expected = EngineMetrics {
+            kind: Some(EngineKind::Dynamo),
+            running: Some(0),
+            block_size: Some(32),
+            prompt_tokens: Some(62),
+            ..EngineMetrics::default()
+        };
+        assert_eq!(EngineMetrics::read(page, None), Ok(expected));
+        let busy = b"dynamo_frontend_inflight_requests{model=\"a\"} 2\n\
+            dynamo_frontend_inflight_requests{model=\"b\"} 3\n";
+        let busy = EngineMetrics::read(busy, None).unwrap();
+        assert_eq!(busy.running, Some(5));
+    }
+
+    #[test]
     fn sglangs_page_size_is_read_under_both_names() {
         for (page, size) in [
             (&b"sglang:page_size{tp_rank=\"0\"} 64.0\n"[..], Some(64)),
@@ -474,7 +522,9 @@ mod tests {
         let long = "x".repeat(KEPT_BYTES_MAX + 1);
         let body = format!(
             r#"{{"data":[{{"id":"a","root":"org/a","parent":null,"max_model_len":4096,"permission":[{{"id":"p"}}]}},
-            {{"id":"b","root":7,"parent":"a","max_model_len":"long","permission":["{long}"]}}]}}"#
+            {{"id":"b","root":7,"parent":"a","max_model_len":"long","permission":["{long}"]}},
+            {{"id":"c","owned_by":"nvidia","context_window":8192}},
+            {{"id":"d","owned_by":"llamacpp","meta":{{"n_ctx":4096,"n_ctx_train":32768}}}}]}}"#
         );
         let models = read_models(body.as_bytes()).unwrap();
         assert_eq!(models[0].root.as_deref(), Some("org/a"));
@@ -483,6 +533,8 @@ mod tests {
         assert_eq!((&models[1].root, models[1].max_model_len), (&None, None));
         assert_eq!(models[1].parent.as_deref(), Some("a"));
         assert_eq!(models[1].permission, None);
+        assert_eq!(models[2].max_model_len, Some(8192));
+        assert_eq!(models[3].max_model_len, Some(4096));
     }
 
     #[test]

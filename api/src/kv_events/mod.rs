@@ -24,4 +24,4 @@ mod fixtures;
 mod recorded;
 
 pub use pack::MsgpackError;
-pub use source::{AdvertisedEvents, ask_where_published};
+pub use source::{AdvertisedEvents, ask_where_published, named_publisher};

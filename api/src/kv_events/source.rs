@@ -66,6 +66,8 @@ fn yes() -> bool {
     true
 }
 
+const UNSAID: &str = "the engine does not say where it publishes: name kv_events";
+
 /// SGLang's `/server_info`. The flag is a string that contains JSON.
 #[derive(Deserialize)]
 struct ServerInfo {
@@ -128,7 +130,22 @@ pub struct AdvertisedEvents {
 pub async fn ask_where_published(url: &str) -> Result<AdvertisedEvents, String> {
     let client = ProbeClient::new(url, None, (ANSWER_MAX, &EngineDialer::default()));
     let mut client = client.map_err(|failure| failure.to_string())?;
-    let ranks = ask_where(&mut client, &host(url)).await?;
+    first_of(ask_where(&mut client, &host(url)).await?)
+}
+
+/// Where the engine at `url` publishes, as an operator names it.
+///
+/// # Errors
+/// If there are no such ports.
+pub fn named_publisher(
+    url: &str,
+    events: &KvEndpoint,
+    replay: Option<&KvEndpoint>,
+) -> Result<AdvertisedEvents, String> {
+    first_of(ranks_of(events, replay, &host(url))?)
+}
+
+fn first_of(ranks: Vec<RankSource>) -> Result<AdvertisedEvents, String> {
     let count = ranks.len();
     let first = ranks.into_iter().next();
     first
@@ -147,7 +164,7 @@ async fn ask_where(client: &mut ProbeClient, host: &str) -> Result<Vec<RankSourc
     }
     match get(client, "/server_info").await? {
         Some(answer) => read_server_info(&answer, host),
-        None => Err("the engine does not say where it publishes: name kv_events".to_owned()),
+        None => Err(UNSAID.to_owned()),
     }
 }
 
@@ -176,7 +193,12 @@ fn read_sources(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
 
 fn read_server_info(answer: &[u8], host: &str) -> Result<Vec<RankSource>, String> {
     let bad = |error| format!("/server_info: {error}");
-    let info: ServerInfo = serde_json::from_slice(answer).map_err(bad)?;
+    let info: serde_json::Value = serde_json::from_slice(answer).map_err(bad)?;
+    // vLLM has a page of this name too (with VLLM_SERVER_DEV_MODE), which is about other things.
+    if info.get("kv_events_config").is_none() {
+        return Err(UNSAID.to_owned());
+    }
+    let info = ServerInfo::deserialize(info).map_err(bad)?;
     let config = info.kv_events_config.filter(|config| !config.is_empty());
     let config = config.ok_or("the engine publishes no KV events")?;
     let publisher: Publisher = serde_json::from_str(&config).map_err(bad)?;
@@ -376,8 +398,11 @@ mod tests {
         }"#;
         let found = shown(read_server_info(answer, "gpu"));
         assert_eq!(found, "0 tcp://gpu:5557 \n1 tcp://gpu:5558 \n");
-        let off = shown(read_server_info(b"{}", "gpu"));
+        let off = shown(read_server_info(br#"{"kv_events_config": null}"#, "gpu"));
         assert_eq!(off, "the engine publishes no KV events");
+        // As vLLM 0.12 has it, which may publish.
+        let vllm = shown(read_server_info(br#"{"vllm_config": "model='m'"}"#, "gpu"));
+        assert_eq!(vllm, UNSAID);
     }
 
     #[test]

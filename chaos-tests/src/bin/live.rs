@@ -23,6 +23,12 @@ struct LiveArgs {
     /// Folder for what started engines print
     #[arg(long, value_name = "DIR", default_value = ".")]
     logs: PathBuf,
+    /// Where engine $N publishes KV events, if it does not say so itself (vLLM 0.12)
+    #[arg(long, value_name = "ENDPOINT", requires = "kv_replay")]
+    kv_events: Option<String>,
+    /// Where engine $N replays them
+    #[arg(long, value_name = "ENDPOINT", requires = "kv_events")]
+    kv_replay: Option<String>,
     /// The model's tokenizer.json, with its chat template beside it
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<PathBuf>,
@@ -59,6 +65,10 @@ async fn run(args: LiveArgs) -> anyhow::Result<ExitCode> {
         engines: args.engines,
         start: args.start,
         logs: args.logs,
+        kv_events: args
+            .kv_events
+            .zip(args.kv_replay)
+            .map(|(events, replay)| [events, replay]),
         tokenizer: args.tokenizer,
         requests: args.requests,
         pause: Duration::from_millis(args.pause),

@@ -44,6 +44,8 @@ pub struct LiveOptions {
     pub start: Option<String>,
     /// Where started engines write.
     pub logs: PathBuf,
+    /// Where engine `$N` publishes KV events, and where it replays them; `None`: it says so itself.
+    pub kv_events: Option<[String; 2]>,
     /// The model's `tokenizer.json`; `None`: what needs it is left out.
     pub tokenizer: Option<PathBuf>,
     /// Answers of each row.
@@ -303,9 +305,12 @@ impl Scene<'_> {
         };
         let config = format!("[[models]]\nname = \"*\"\ntokenizer = {tokenizer:?}\n");
         let addresses: Vec<SocketAddr> = engines.iter().map(|it| it.address).collect();
-        let backend_config = match self.row.knowledge {
-            Knowledge::Events => "kv_events = \"auto\"",
-            Knowledge::Leases => "",
+        let backend_config = match (self.row.knowledge, &self.options.kv_events) {
+            (Knowledge::Events, None) => "kv_events = \"auto\"".to_owned(),
+            (Knowledge::Events, Some([events, replay])) => {
+                format!("kv_events = {events:?}\nkv_replay = {replay:?}")
+            }
+            (Knowledge::Leases, _) => String::new(),
         };
         // Options are constants everywhere else; what is made here lives as long as the program.
         ProcessCluster::start(ClusterOptions {
@@ -313,7 +318,7 @@ impl Scene<'_> {
             engines: 0,
             outside_engines: Vec::leak(addresses),
             config: String::leak(config),
-            backend_config,
+            backend_config: String::leak(backend_config),
             ..ClusterOptions::default()
         })
         .await

@@ -192,7 +192,7 @@ pub(super) fn config(
             text,
             "[[backends]]\nid = \"engine-{}\"\nurl = \"http://{address}\"\n{}\n\n",
             engine + 1,
-            options.backend_config,
+            options.backend_config.replace("$N", &engine.to_string()),
         );
     }
     text.push_str(options.config);

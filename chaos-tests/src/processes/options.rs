@@ -38,7 +38,8 @@ pub struct ClusterOptions {
     pub cluster_config: &'static str,
     /// Further keys of its `[users]`, a line each.
     pub users_config: &'static str,
-    /// Further keys of every engine's `[[backends]]` entry, a line each.
+    /// Further keys of every engine's `[[backends]]` entry, a line each; `$N` is 0 for the first
+    /// engine, 1 for the next.
     pub backend_config: &'static str,
     /// Megabytes of a disk in memory that the last of `replicas` has; `None`: it has one as the
     /// others. Needs root.

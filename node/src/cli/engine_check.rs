@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use api::backends::EngineUrl;
+use api::kv_events::endpoint::KvEndpoint;
 use api::prompt::{Tokenizer, TokenizerSpec};
 use api::shown::escaped;
 use http::HeaderValue;
@@ -30,6 +31,13 @@ pub(super) struct EngineCheckArgs {
     /// Chat template to use instead of the one next to the tokenizer
     #[arg(long, value_name = "FILE", requires = "tokenizer")]
     chat_template: Option<PathBuf>,
+    /// Where the engine publishes KV events, as `kv_events` of a backend names it [default: ask the
+    /// engine]
+    #[arg(long, value_name = "ENDPOINT")]
+    kv_events: Option<KvEndpoint>,
+    /// Where it replays them, as `kv_replay` names it
+    #[arg(long, value_name = "ENDPOINT", requires = "kv_events")]
+    kv_replay: Option<KvEndpoint>,
     /// File with the engine's API key
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
@@ -70,6 +78,7 @@ pub(super) async fn run(args: EngineCheckArgs) -> anyhow::Result<ExitCode> {
         model: args.model,
         authorization,
         tokenizer,
+        kv_events: args.kv_events.map(|events| (events, args.kv_replay)),
         patience: args.timeout,
     };
     let report = check(&options).await?;

@@ -1,7 +1,8 @@
 //! Whether the engine publishes KV events that can be followed.
 
+use api::kv_events::endpoint::KvEndpoint;
 use api::kv_events::socket::{SocketMessage, Sockets as _, Zmq};
-use api::kv_events::{AdvertisedEvents, ask_where_published, wire};
+use api::kv_events::{AdvertisedEvents, ask_where_published, named_publisher, wire};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 
@@ -12,8 +13,19 @@ use super::{CheckOutcome, CheckResult};
 const NAME: &str = "KV events";
 const QUEUE_MESSAGES: usize = 64;
 
-pub(super) async fn check(client: &EngineClient, model: &str) -> CheckResult {
-    let sources = match ask_where_published(&client.url).await {
+pub(super) async fn check(
+    client: &EngineClient,
+    model: &str,
+    named: Option<&(KvEndpoint, Option<KvEndpoint>)>,
+) -> CheckResult {
+    let (setting, sources) = match named {
+        None => ("\"auto\"", ask_where_published(&client.url).await),
+        Some((events, replay)) => (
+            "that endpoint",
+            named_publisher(&client.url, events, replay.as_ref()),
+        ),
+    };
+    let sources = match sources {
         Ok(sources) => sources,
         Err(why) => {
             let therefore = "what it has cached is inferred from requests (leases), unless \
@@ -23,7 +35,7 @@ pub(super) async fn check(client: &EngineClient, model: &str) -> CheckResult {
     };
     match follow(client, model, &sources).await {
         Err(why) => {
-            let found = format!("it names {}, but: {why}", sources.events);
+            let found = format!("{}: {why}", sources.events);
             let therefore = "what it has cached is inferred from requests (leases)";
             CheckResult::new(NAME, CheckOutcome::No, found, therefore)
         }
@@ -36,12 +48,14 @@ pub(super) async fn check(client: &EngineClient, model: &str) -> CheckResult {
             let (outcome, therefore) = match seen.is_replayed {
                 true => (
                     CheckOutcome::Yes,
-                    "kv_events = \"auto\" gives exact ownership, with a tokenizer",
+                    format!("kv_events = {setting} gives exact ownership, with a tokenizer"),
                 ),
                 false => (
                     CheckOutcome::Partly,
-                    "kv_events = \"auto\" is exact until the first missed message, then leases: \
-                     set a replay_endpoint",
+                    format!(
+                        "kv_events = {setting} is exact until the first missed message, then \
+                         leases: set a replay_endpoint"
+                    ),
                 ),
             };
             CheckResult::new(NAME, outcome, found, therefore)

@@ -73,16 +73,25 @@ pub(super) async fn models(client: &EngineClient) -> (CheckResult, ListedModels)
             return (check, ListedModels::default());
         }
     };
+    // The words of vLLM, Dynamo and llama.cpp.
+    let length = |model: &Value| {
+        let told = [
+            &model["max_model_len"],
+            &model["context_window"],
+            &model["meta"]["n_ctx"],
+        ];
+        told.into_iter().find_map(Value::as_u64)
+    };
     let name = |model: &Value| {
         let id = model["id"].as_str().unwrap_or("?");
-        match (model["parent"].as_str(), &model["max_model_len"]) {
+        match (model["parent"].as_str(), length(model)) {
             (Some(parent), _) if parent != id => format!("{id} (adapts {parent})"),
-            (_, Value::Number(tokens)) => format!("{id} ({tokens} tokens)"),
+            (_, Some(tokens)) => format!("{id} ({tokens} tokens)"),
             _ => id.to_owned(),
         }
     };
     let names: Vec<_> = models.iter().map(name).collect();
-    let tells_length = models.iter().any(|model| model["max_model_len"].is_u64());
+    let tells_length = models.iter().any(|model| length(model).is_some());
     let therefore = match tells_length {
         true => "requests for these names come here, and /v1/models tells their lengths",
         false => "requests for these names come here",

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use api::backends::EngineKind;
+use api::kv_events::endpoint::KvEndpoint;
 use api::prompt::Tokenizer;
 use http::HeaderValue;
 use serde::Serialize;
@@ -31,6 +32,8 @@ pub struct EngineCheckOptions {
     pub authorization: Option<HeaderValue>,
     /// The tokenizer whose ids the engine's are compared with.
     pub tokenizer: Option<Arc<Tokenizer>>,
+    /// Where it publishes KV events, and replays; `None`: it is asked.
+    pub kv_events: Option<(KvEndpoint, Option<KvEndpoint>)>,
     /// Longest wait for an answer, for a message and for a hang-up to be noticed.
     pub patience: Duration,
 }
@@ -137,7 +140,7 @@ pub async fn check(options: &EngineCheckOptions) -> anyhow::Result<EngineReport>
     if let Some(model) = &model {
         checks.extend(answers::checks(&client, model).await);
         checks.push(tokens::check(&client, model, options.tokenizer.as_ref()).await);
-        checks.push(events::check(&client, model).await);
+        checks.push(events::check(&client, model, options.kv_events.as_ref()).await);
         checks.push(answers::hang_up(&client, model, page.as_ref()).await);
     }
     Ok(EngineReport {

@@ -1,6 +1,7 @@
 //! `quorate engine-check` against the emulated engine: what it can do is known here.
 
 use api::backends::EngineKind;
+use api::kv_events::endpoint::KvEndpoint;
 use node::engine_check::{CheckOutcome, EngineCheckOptions, check};
 
 use super::blocks::publishing;
@@ -12,6 +13,7 @@ fn options(url: String) -> EngineCheckOptions {
         model: None,
         authorization: None,
         tokenizer: None,
+        kv_events: None,
         patience: PATIENCE,
     }
 }
@@ -48,6 +50,36 @@ async fn what_the_emulated_engine_can_do_is_found() {
     };
     assert!(found("KV events").contains("blocks of 32 tokens"));
     assert!(found("streams").contains("in a chunk of its own"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn events_are_followed_where_they_are_named() {
+    let publisher = EmulatedEngine::start(publishing()).await.unwrap();
+    let silent = EmulatedEngine::start(EngineOptions::default());
+    let silent = silent.await.unwrap();
+    let endpoint = |text: Option<String>| text.unwrap().parse::<KvEndpoint>().unwrap();
+    let events = endpoint(publisher.kv_events());
+    let replay = endpoint(publisher.kv_replay());
+    let found = async |url: String, replay: Option<KvEndpoint>, patience| {
+        let report = check(&EngineCheckOptions {
+            kv_events: Some((events.clone(), replay)),
+            patience,
+            ..options(url)
+        });
+        let report = report.await.unwrap();
+        let check = report.checks.into_iter().find(|it| it.name == "KV events");
+        check.unwrap()
+    };
+    let whole = found(publisher.url(), Some(replay), PATIENCE).await;
+    assert_eq!(whole.outcome, CheckOutcome::Yes, "{whole:?}");
+    let therefore = "kv_events = that endpoint gives exact ownership, with a tokenizer";
+    assert_eq!(whole.therefore, therefore);
+    let unreplayed = found(publisher.url(), None, PATIENCE).await;
+    assert_eq!(unreplayed.outcome, CheckOutcome::Partly, "{unreplayed:?}");
+    // That endpoint is another engine's: it says nothing about these requests.
+    let other = found(silent.url(), None, Duration::from_secs(2)).await;
+    assert_eq!(other.outcome, CheckOutcome::No, "{other:?}");
+    assert!(other.found.contains("nothing was published"), "{other:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
