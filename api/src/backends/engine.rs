@@ -59,7 +59,9 @@ impl EngineKind {
     fn of(metric: &str) -> Option<Self> {
         match metric.split_once(':') {
             Some((name, _)) => Self::named(name),
-            None => (metric.starts_with("dynamo_frontend_")).then_some(Self::Dynamo),
+            None => metric
+                .starts_with("dynamo_frontend_")
+                .then_some(Self::Dynamo),
         }
     }
 

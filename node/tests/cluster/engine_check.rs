@@ -61,12 +61,12 @@ async fn events_are_followed_where_they_are_named() {
     let events = endpoint(publisher.kv_events());
     let replay = endpoint(publisher.kv_replay());
     let found = async |url: String, replay: Option<KvEndpoint>, patience| {
-        let report = check(&EngineCheckOptions {
+        let asked = EngineCheckOptions {
             kv_events: Some((events.clone(), replay)),
             patience,
             ..options(url)
-        });
-        let report = report.await.unwrap();
+        };
+        let report = check(&asked).await.unwrap();
         let check = report.checks.into_iter().find(|it| it.name == "KV events");
         check.unwrap()
     };
