@@ -60,7 +60,7 @@ class Scene:
         self.cluster, self.args, self.folder = cluster, args, folder
         self.urls = [f"http://{data}" for data, *_ in cluster.replicas]
         for url in self.urls:
-            cluster.until(f"{url} lists a model", lambda: listed_models(url))  # noqa: B023
+            cluster.until(f"{url} lists a model", lambda: listed_models(url))
         self.model = args.model or listed_models(self.urls[0])[0]
 
     def program(self, name):
@@ -167,7 +167,9 @@ def aiperf(scene, program, url):
     told = json.loads(report.read_text())
     count = told["request_count"]["avg"]
     errors = (told.get("error_request_count") or {}).get("avg") or 0
-    tokens = told["total_usage_completion_tokens" if "total_usage_completion_tokens" in told else "total_osl"]
+    tokens = told[
+        "total_usage_completion_tokens" if "total_usage_completion_tokens" in told else "total_osl"
+    ]
     check(count == scene.args.requests and errors == 0, f"{count} completed, {errors} errors")
     check(tokens["avg"] > 0, "no output tokens")
     return f"{count:.0f} completed, {errors} errors, {tokens['avg']:.0f} output tokens"
@@ -178,7 +180,14 @@ def genai_bench(scene, program, url):
     scene.run(
         "genai-bench",
         *[program, "benchmark", "--api-backend", "openai", "--api-base", url, "--api-key", "none"],
-        *["--task", "text-to-text", "--api-model-name", scene.model, "--model-tokenizer", scene.tokenizer()],
+        *[
+            "--task",
+            "text-to-text",
+            "--api-model-name",
+            scene.model,
+            "--model-tokenizer",
+            scene.tokenizer(),
+        ],
         *["--traffic-scenario", "D(100,100)"],
         *["--num-concurrency", 1, "--num-concurrency", 4, "--max-time-per-run", 5],
         *["--max-requests-per-run", scene.args.requests, "--log-dir", scene.folder],
@@ -192,7 +201,9 @@ def genai_bench(scene, program, url):
     check(len(runs) == 2, f"{len(runs)} of 2 runs")
     completed = sum(run["num_completed_requests"] for run in runs)
     errors = sum(run["num_error_requests"] for run in runs)
-    check(errors == 0 and completed >= 2 * scene.args.requests, f"{completed} completed, {errors} errors")
+    check(
+        errors == 0 and completed >= 2 * scene.args.requests, f"{completed} completed, {errors} errors"
+    )
     return f"{completed} completed in 2 runs, {errors} errors"
 
 
@@ -230,12 +241,27 @@ def programs(scene):
     vllm = scene.program("vllm")
     return [
         ("vllm bench serve, completions", "vllm", vllm, lambda it: vllm_bench(scene, it, first, "vllm")),
-        ("vllm bench serve, chat", "vllm", vllm, lambda it: vllm_bench(scene, it, second, "openai-chat")),
+        (
+            "vllm bench serve, chat",
+            "vllm",
+            vllm,
+            lambda it: vllm_bench(scene, it, second, "openai-chat"),
+        ),
         ("aiperf", "aiperf", scene.program("aiperf"), lambda it: aiperf(scene, it, third)),
-        ("genai-bench", "genai-bench", scene.program("genai-bench"), lambda it: genai_bench(scene, it, first)),
+        (
+            "genai-bench",
+            "genai-bench",
+            scene.program("genai-bench"),
+            lambda it: genai_bench(scene, it, first),
+        ),
         ("guidellm", "guidellm", scene.program("guidellm"), lambda it: guidellm(scene, it, second)),
         ("OpenAI SDK", "openai", scene.python_with("openai"), lambda it: sdk(scene, it, "openai")),
-        ("Anthropic SDK", "anthropic", scene.python_with("anthropic"), lambda it: sdk(scene, it, "anthropic")),
+        (
+            "Anthropic SDK",
+            "anthropic",
+            scene.python_with("anthropic"),
+            lambda it: sdk(scene, it, "anthropic"),
+        ),
     ]
 
 
@@ -273,7 +299,10 @@ def try_all(scene):
 
 
 def table(rows):
-    lines = ["| program | version | | its own result | at Quorate | seconds |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| program | version | | its own result | at Quorate | seconds |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     lines += ["| " + " | ".join(str(cell).replace("\n", " ") for cell in row) + " |" for row in rows]
     return "\n".join(lines)
 
@@ -281,14 +310,38 @@ def table(rows):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     quorate = os.environ.get("QUORATE_BIN", ROOT / "target/release/quorate")
-    parser.add_argument("--quorate", default=quorate, type=pathlib.Path, help="the program [%(default)s]")
-    parser.add_argument("--engine", action="append", default=[], metavar="URL", help="an engine that runs; may be repeated [three emulated ones]")
-    parser.add_argument("--venv", action="append", default=[], type=pathlib.Path, metavar="DIR", help="virtual environment with programs; may be repeated")
-    parser.add_argument("--tokenizer", type=pathlib.Path, metavar="DIR", help="folder of the model's tokenizer, which benchmarks make prompts with")
+    parser.add_argument(
+        "--quorate", default=quorate, type=pathlib.Path, help="the program [%(default)s]"
+    )
+    parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine that runs; may be repeated [three emulated ones]",
+    )
+    parser.add_argument(
+        "--venv",
+        action="append",
+        default=[],
+        type=pathlib.Path,
+        metavar="DIR",
+        help="virtual environment with programs; may be repeated",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="folder of the model's tokenizer, which benchmarks make prompts with",
+    )
     parser.add_argument("--model", help="[the first that is listed]")
-    parser.add_argument("--requests", type=int, default=20, help="of each run of a benchmark [%(default)s]")
+    parser.add_argument(
+        "--requests", type=int, default=20, help="of each run of a benchmark [%(default)s]"
+    )
     parser.add_argument("--only", metavar="TEXT", help="only programs whose name contains this")
-    parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="folder for logs and results [none are kept]")
+    parser.add_argument(
+        "--keep", type=pathlib.Path, metavar="DIR", help="folder for logs and results [none are kept]"
+    )
     return parser.parse_args()
 
 
@@ -301,7 +354,9 @@ def main():
             args.keep.mkdir(parents=True, exist_ok=True)
             folder = args.keep.absolute()
         else:
-            folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quorate-clients-")))
+            folder = pathlib.Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="quorate-clients-"))
+            )
         cluster = Cluster(args.quorate.absolute(), folder, on_loopback(REPLICAS))
         stack.callback(cluster.stop)
         for url in args.engine:

@@ -40,9 +40,13 @@ def openai_chats(client, model):
     messages = [{"role": "user", "content": WORDS * 20}]
     answer = client.chat.completions.create(model=model, messages=messages, max_tokens=12)
     check(answer.usage.completion_tokens == 12 or answer.choices[0].finish_reason == "stop", answer)
-    check(answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens, answer)
+    check(
+        answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens, answer
+    )
     done("chat")
-    chunks = list(client.chat.completions.create(model=model, messages=messages, max_tokens=12, stream=True))
+    chunks = list(
+        client.chat.completions.create(model=model, messages=messages, max_tokens=12, stream=True)
+    )
     check(all(chunk.usage is None and chunk.choices for chunk in chunks), "usage that was not asked for")
     check(chunks[-1].choices[0].finish_reason, chunks[-1])
     done("stream")
@@ -83,7 +87,9 @@ def openai_rest(openai, client, model):
     try:
         told = client.responses.create(model=model, input=WORDS, max_output_tokens=16)
         check(told.usage.output_tokens > 0, told)
-        events = list(client.responses.create(model=model, input=WORDS, max_output_tokens=16, stream=True))
+        events = list(
+            client.responses.create(model=model, input=WORDS, max_output_tokens=16, stream=True)
+        )
         ends = ("response.completed", "response.incomplete")
         check(events[0].type == "response.created" and events[-1].type in ends, events[-1])
         check(events[-1].response.usage.output_tokens > 0, events[-1])
@@ -106,7 +112,11 @@ def openai_rest(openai, client, model):
         check(isinstance(error.body, dict), error.body)
         done(f"embeddings: {error.status_code} of the engine")
     stream = call(
-        model=model, messages=messages, max_tokens=MANY_TOKENS, stream=True, extra_body={"ignore_eos": True}
+        model=model,
+        messages=messages,
+        max_tokens=MANY_TOKENS,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
     check(len([chunk for chunk, _ in zip(stream, range(3))]) == 3, "no stream to leave")
     stream.close()
@@ -142,7 +152,9 @@ def with_anthropic(url, model):
     check(prompt_tokens(answer.usage) > 0 and answer.usage.output_tokens > 0, answer)
     check(answer.type == "message" and answer.stop_reason, answer)
     done("messages")
-    with client.messages.stream(model=model, max_tokens=12, messages=messages, system="Be brief.") as stream:
+    with client.messages.stream(
+        model=model, max_tokens=12, messages=messages, system="Be brief."
+    ) as stream:
         pieces = list(stream.text_stream)
         last = stream.get_final_message()
     check("".join(pieces) == last.content[0].text, last)
