@@ -3,14 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use axum::extract::State;
+use axum::http::StatusCode;
 use schemars::JsonSchema;
 use serde::Serialize;
 use state::Registry;
 use state::ids::{BlockHash, LogIndex, Slot};
 
-use super::AdminState;
 use super::answer::{Answer, PathParam, QueryParams, ReadQuery, at_level};
 use super::problem::invalid;
+use super::{Admin, AdminState};
 use crate::backends::named_models;
 use crate::error::Problem;
 
@@ -137,17 +138,36 @@ pub(super) async fn owners(
     at_level(&admin, query.read).await?;
     let index = admin.view.applied();
     let registry = admin.view.registry();
-    let mut owners = Vec::new();
-    admin.view.blocks.owners(hash, |slot| {
-        let backend = registry.backends.iter().find(|b| b.handle.slot == slot);
-        owners.push(BlockOwner {
-            backend: backend.map(|b| b.spec.id.clone()),
-            slot,
-        });
+    let owners = block_owners(&admin, vec![hash]).await?.remove(&hash);
+    let owners = owners.unwrap_or_default().into_iter();
+    let owners = owners.map(|slot| BlockOwner {
+        backend: registry
+            .backends
+            .iter()
+            .find(|backend| backend.handle.slot == slot)
+            .map(|backend| backend.spec.id.clone()),
+        slot,
     });
+    let owners = owners.collect();
     Ok(Answer(BlockDetail {
         index,
         hash: HexBlockHash(hash),
         owners,
     }))
+}
+
+/// Looks up who owns blocks, on another thread: it reads the whole index.
+pub(super) async fn block_owners(
+    admin: &Admin,
+    blocks: Vec<BlockHash>,
+) -> Result<BTreeMap<BlockHash, Vec<Slot>>, Problem> {
+    if blocks.is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let view = admin.view.blocks.clone();
+    let searched = tokio::task::spawn_blocking(move || view.owners(&blocks)).await;
+    searched.map_err(|_| {
+        let title = "the replica is stopping";
+        Problem::new(StatusCode::SERVICE_UNAVAILABLE, "stopping", title).retry_after(1)
+    })
 }

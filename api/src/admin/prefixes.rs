@@ -10,11 +10,12 @@ use std::sync::Arc;
 use axum::extract::State;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use state::ids::{BlockHash, LogIndex, ReplicaId};
+use state::Registry;
+use state::ids::{BlockHash, LogIndex, ReplicaId, Slot};
 
+use super::AdminState;
 use super::answer::{Answer, ListQuery, QueryParams};
-use super::ownership::HexBlockHash;
-use super::{Admin, AdminState};
+use super::ownership::{HexBlockHash, block_owners};
 use crate::error::Problem;
 use crate::proxy::RequestRecord;
 
@@ -95,6 +96,8 @@ pub(super) async fn list(
     listed.sort_unstable_by_key(|(hash, it)| (std::cmp::Reverse((it.requests, it.blocks)), hash.0));
     listed.truncate(limit);
     let names: BTreeSet<BlockHash> = listed.iter().map(|(hash, _)| **hash).collect();
+    let mut owners = block_owners(&admin, names.iter().copied().collect()).await?;
+    let registry = admin.view.registry();
     let prefixes = listed.into_iter().map(|(hash, prefix)| {
         let after = std::iter::successors(prefix.parent, |hash| shared.get(hash)?.parent);
         PrefixDetail {
@@ -104,7 +107,7 @@ pub(super) async fn list(
             requests: prefix.requests,
             users: prefix.users.len(),
             last_ms: prefix.newest.at_ms,
-            owners: owners(&admin, *hash),
+            owners: names_of(&registry, &owners.remove(hash).unwrap_or_default()),
             after: after
                 .into_iter()
                 .find(|it| names.contains(it))
@@ -153,12 +156,11 @@ fn shared(requests: &[Arc<RequestRecord>]) -> HashMap<BlockHash, SharedPrefix<'_
     shared
 }
 
-fn owners(admin: &Admin, hash: BlockHash) -> Vec<String> {
-    let registry = admin.view.registry();
-    let mut owners = Vec::new();
-    admin.view.blocks.owners(hash, |slot| {
-        let backend = registry.backends.iter().find(|it| it.handle.slot == slot);
-        owners.extend(backend.map(|it| it.spec.id.clone()));
-    });
-    owners
+fn names_of(registry: &Registry, slots: &[Slot]) -> Vec<String> {
+    let in_slot = |slot: &Slot| {
+        let mut backends = registry.backends.iter();
+        backends.find(|it| it.handle.slot == *slot)
+    };
+    let backends = slots.iter().filter_map(in_slot);
+    backends.map(|it| it.spec.id.clone()).collect()
 }

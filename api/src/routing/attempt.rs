@@ -220,13 +220,8 @@ impl Dispatcher {
         chain: &[state::ids::BlockHash],
         matched: u32,
     ) -> usize {
-        let mut held = matched;
-        while chain
-            .get(held as usize)
-            .is_some_and(|block| self.view.blocks.owns(backend.slot, *block))
-        {
-            held += 1;
-        }
+        let applied = self.view.blocks.match_by_position(chain, backend.slot);
+        let mut held = matched.max(applied);
         self.overlay
             .extend(chain, std::iter::once((backend, &mut held)));
         chain.len().min(held as usize)

@@ -1,9 +1,9 @@
 //! A backend's block records, in chunks that snapshots share and the writer copies on first change.
 //!
-//! A record holds a block, its parent, the number of children, open leases and engine reports that
-//! hold it, and the epoch of its last release. Records are stored in columns: 23 bytes each, and a
-//! snapshot reads them in runs. They are addressed by index. A freed record joins a free list that
-//! runs through the `parent` column, so that a frozen chunk is complete in itself.
+//! A record holds a block, its parent, its place in the view, the number of children, open leases and
+//! engine reports that hold it, and the epoch of its last release. Records are stored in columns: 23
+//! bytes each, and a snapshot reads them in runs. They are addressed by index. A freed record joins a
+//! free list that runs through the `parent` column, so that a frozen chunk is complete in itself.
 
 use std::sync::Arc;
 
@@ -21,7 +21,11 @@ pub(super) const RECORDS_MAX: u32 = (1 << 24) - 2;
 pub(super) const EPOCH_MAX: u64 = (1 << 40) - 1;
 /// Flag in the parent column of a free record; the other bits are the index of the next free one.
 const FREE: u32 = 1 << 31;
-const FREE_END: u32 = FREE | ((1 << 24) - 1);
+const FREE_END: u32 = FREE | PARENT;
+/// The bits of the parent column with the parent's index, all set for none. Those between them and
+/// [`FREE`] tell how far the head of the block's segment is before it.
+const PARENT: u32 = (1 << PARENT_BITS) - 1;
+const PARENT_BITS: u32 = 24;
 
 const CHILDREN_BITS: u32 = 24;
 const CHILDREN: u64 = (1 << CHILDREN_BITS) - 1;
@@ -49,9 +53,10 @@ impl Chunk {
     /// Returns the record at `at`; `None` if it is free.
     pub(super) fn get(&self, at: usize) -> Option<BlockRecord> {
         let parent = self.parent[at];
-        (parent == NO_RECORD || parent & FREE == 0).then(|| BlockRecord {
+        (parent & FREE == 0).then(|| BlockRecord {
             hash: BlockHash(self.hash[at]),
-            parent,
+            parent: decode_parent(parent),
+            behind: (parent >> PARENT_BITS) as u8,
             children: (self.meta[at] & CHILDREN) as u32,
             leases: self.leases[at],
             reports: self.reports[at],
@@ -62,9 +67,16 @@ impl Chunk {
     pub(super) fn set(&mut self, at: usize, record: BlockRecord) {
         self.hash[at] = record.hash.0;
         self.meta[at] = record.epoch << CHILDREN_BITS | u64::from(record.children);
-        self.parent[at] = record.parent;
+        self.parent[at] = record.parent & PARENT | u32::from(record.behind) << PARENT_BITS;
         self.leases[at] = record.leases;
         self.reports[at] = record.reports;
+    }
+}
+
+fn decode_parent(column: u32) -> u32 {
+    match column & PARENT {
+        PARENT => NO_RECORD,
+        parent => parent,
     }
 }
 
@@ -74,6 +86,9 @@ pub(super) struct BlockRecord {
     pub(super) hash: BlockHash,
     /// Index of the parent; [`NO_RECORD`] for a first block.
     pub(super) parent: u32,
+    /// How many blocks the head of its segment in the view is before it. Depends on history and so
+    /// is part of neither the digest nor an image.
+    pub(super) behind: u8,
     /// Number of owned blocks that directly follow this one.
     pub(super) children: u32,
     /// Number of open leases whose tip it is.
@@ -143,6 +158,21 @@ impl Arena {
         BlockHash(self.chunks[chunk].hash[at])
     }
 
+    /// Returns a live record's head: the first block of its segment in the view.
+    pub(super) fn head(&self, index: u32, behind: u8) -> u32 {
+        (0..behind).fold(index, |at, _| {
+            let (chunk, at) = place(at);
+            decode_parent(self.chunks[chunk].parent[at])
+        })
+    }
+
+    /// Sets how far the head of a live record's segment is before it.
+    pub(super) fn set_behind(&mut self, index: u32, behind: u8) {
+        let (chunk, at) = place(index);
+        let chunk = Arc::make_mut(&mut self.chunks[chunk]);
+        chunk.parent[at] = chunk.parent[at] & PARENT | u32::from(behind) << PARENT_BITS;
+    }
+
     /// Overwrites a live record.
     pub(super) fn set(&mut self, index: u32, record: BlockRecord) {
         let (chunk, at) = place(index);
@@ -193,6 +223,26 @@ impl Arena {
         }
         self.len += records.len() as u32;
         self.chunks.push(Arc::new(chunk));
+    }
+
+    /// Iterates over the heads of segments.
+    pub(super) fn heads(&self) -> impl Iterator<Item = BlockHash> {
+        self.hashes(|chunk, at| chunk.parent[at] >> PARENT_BITS == 0)
+    }
+
+    /// Iterates over the blocks at which leases end.
+    pub(super) fn tips(&self) -> impl Iterator<Item = BlockHash> {
+        self.hashes(|chunk, at| chunk.leases[at] > 0)
+    }
+
+    /// Iterates over the blocks of the live records that `is_wanted`.
+    fn hashes(&self, is_wanted: fn(&Chunk, usize) -> bool) -> impl Iterator<Item = BlockHash> {
+        self.chunks.iter().rev().flat_map(move |chunk| {
+            let wanted = (0..CHUNK_RECORDS).rev();
+            let wanted =
+                wanted.filter(move |&at| chunk.parent[at] & FREE == 0 && is_wanted(chunk, at));
+            wanted.map(|at| BlockHash(chunk.hash[at]))
+        })
     }
 
     /// Iterates over live records with their indexes, ascending.

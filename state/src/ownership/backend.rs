@@ -26,7 +26,7 @@ use crate::ownership::arena::{Arena, BlockRecord, EPOCH_MAX, NO_RECORD};
 use crate::ownership::digest;
 use crate::ownership::index::RecordIndex;
 use crate::ownership::leaving::Leaving;
-use crate::view::ViewWriter;
+use crate::view::{BlockPlace, ViewWriter};
 
 /// Number of blocks whose memory is prefetched together before they change.
 pub(super) const GROUP_BLOCKS: usize = 32;
@@ -61,6 +61,9 @@ pub(super) struct BackendBlocks {
     pub(super) reported: u32,
     /// Reported leaves in the order in which the engine evicts them.
     pub(super) leaving: Leaving,
+    /// A live record with the head of its segment: the one added last, or the parent of the one removed
+    /// last. The next change is mostly there.
+    known_head: Option<(u32, BlockHash)>,
 }
 
 /// Result of a walk along a chain.
@@ -84,6 +87,7 @@ impl BackendBlocks {
             owned: 0,
             reported: 0,
             leaving: Leaving::default(),
+            known_head: None,
         }
     }
 
@@ -110,7 +114,7 @@ impl BackendBlocks {
             inserted: 0,
         };
         for group in chain.chunks(GROUP_BLOCKS) {
-            self.warm(common, group);
+            self.warm(group);
             let inserted = walk.inserted;
             let is_whole = self.walk_group(common, &mut walk, group);
             if walk.inserted > inserted {
@@ -129,18 +133,35 @@ impl BackendBlocks {
         walk: &mut Walk,
         group: &[BlockHash],
     ) -> bool {
-        for &block in group {
+        let mut new = group;
+        while let Some((&block, rest)) = new.split_first() {
             match self.find(block) {
                 Some(record) if self.arena.get(record).parent == walk.tip => walk.tip = record,
                 Some(_) => return false,
-                None if !self.make_room(common, walk.tip) => return false,
-                None => {
-                    walk.tip = self.insert(common, block, walk.tip);
-                    walk.inserted += 1;
-                }
+                None => break,
             }
+            new = rest;
         }
-        true
+        self.add_new(common, walk, new)
+    }
+
+    /// Adds at most [`GROUP_BLOCKS`] blocks at the end of a walk, then shows them to readers. Returns
+    /// whether there was room for all, and none was owned.
+    fn add_new(&mut self, common: &mut SharedIndex, walk: &mut Walk, new: &[BlockHash]) -> bool {
+        let from = walk.tip;
+        let mut added = [NO_RECORD; GROUP_BLOCKS];
+        let mut count = 0;
+        for &block in new {
+            if self.find(block).is_some() || !self.make_room(common, walk.tip) {
+                break;
+            }
+            walk.tip = self.add(common, block, walk.tip);
+            added[count] = walk.tip;
+            count += 1;
+        }
+        walk.inserted += count as u32;
+        self.show(common, from, &added[..count], &new[..count]);
+        count == new.len()
     }
 
     /// Makes room for one more block in the total over all backends, if necessary by evicting here.
@@ -163,12 +184,8 @@ impl BackendBlocks {
 
     /// Prefetches the memory that changes of `blocks` will touch. The accesses are scattered, so
     /// each would wait for its own cache miss; issued together, the misses overlap.
-    pub(super) fn warm(&self, common: &SharedIndex, blocks: &[BlockHash]) {
-        std::hint::black_box(
-            self.index
-                .warm(blocks)
-                .wrapping_add(common.view.warm(blocks)),
-        );
+    pub(super) fn warm(&self, blocks: &[BlockHash]) {
+        std::hint::black_box(self.index.warm(blocks));
     }
 
     /// Adds a lease that ends at `index`. Returns `false` if the counter is full.
@@ -223,7 +240,7 @@ impl BackendBlocks {
         let capacity = self.capacity.unwrap_or(u32::MAX);
         while self.unreported() > capacity {
             let group = (self.unreported() - capacity).min(GROUP_BLOCKS as u32);
-            self.warm_evictions(common, group as usize);
+            self.warm_evictions(group as usize);
             for _ in 0..group {
                 if !self.evict(common) {
                     return;
@@ -239,7 +256,7 @@ impl BackendBlocks {
 
     /// Prefetches like [`Self::warm`], for the blocks likely to be evicted next: the path of the
     /// first leaf.
-    fn warm_evictions(&self, common: &SharedIndex, count: usize) {
+    fn warm_evictions(&self, count: usize) {
         let Some(&first) = self.evictable.first() else {
             return;
         };
@@ -252,7 +269,7 @@ impl BackendBlocks {
             length += 1;
             index = record.parent;
         }
-        self.warm(common, &path[..length]);
+        self.warm(&path[..length]);
     }
 
     /// Removes `block` and everything after it, even if held. Returns the number of removed blocks,
@@ -280,47 +297,27 @@ impl BackendBlocks {
         removed
     }
 
-    /// Removes everything and adds the tips of leases to `outlived`. Only the view is updated block
-    /// by block, children before parents; the rest is dropped as a whole.
+    /// Removes everything and adds the tips of leases to `outlived`. Only the view is updated, segment
+    /// by segment and newest first; the rest is dropped as a whole. Meanwhile a reader may find blocks
+    /// whose predecessors are gone already, which is as if it had looked a moment earlier.
     pub(super) fn clear(&mut self, common: &mut SharedIndex, outlived: &mut Vec<BlockHash>) {
-        let mut group = Vec::with_capacity(GROUP_BLOCKS);
-        let mut children: Vec<u32> = vec![0; self.arena.len() as usize];
-        for (index, record) in self.arena.live() {
-            children[index as usize] = record.children;
-            if record.leases > 0 {
-                outlived.push(record.hash);
+        outlived.extend(self.arena.tips());
+        let mut heads = self.arena.heads();
+        loop {
+            let group: Vec<_> = heads.by_ref().take(GROUP_BLOCKS).collect();
+            if group.is_empty() {
+                break;
+            }
+            std::hint::black_box(common.view.warm(&group));
+            for head in group {
+                common.view.clear(self.slot, head);
             }
         }
-        for (leaf, record) in self.arena.live() {
-            if record.children > 0 {
-                continue;
-            }
-            let mut index = leaf;
-            while index != NO_RECORD && children[index as usize] == 0 {
-                let record = self.arena.get(index);
-                group.push(record.hash);
-                if group.len() == GROUP_BLOCKS {
-                    self.hide(common, &mut group);
-                }
-                index = record.parent;
-                if index != NO_RECORD {
-                    children[index as usize] -= 1;
-                }
-            }
-        }
-        self.hide(common, &mut group);
+        drop(heads);
         common.owned -= u64::from(self.owned);
         let (slot, capacity, epoch) = (self.slot, self.capacity, self.epoch);
         *self = Self::new(slot, capacity);
         self.epoch = epoch;
-    }
-
-    /// Removes a group of blocks from the view, and empties the group.
-    fn hide(&self, common: &mut SharedIndex, group: &mut Vec<BlockHash>) {
-        std::hint::black_box(common.view.warm(group));
-        for block in group.drain(..) {
-            common.view.remove(self.slot, block);
-        }
     }
 
     /// Adds a block behind `parent`, visible to readers from here on.
@@ -330,6 +327,47 @@ impl BackendBlocks {
         block: BlockHash,
         parent: u32,
     ) -> u32 {
+        let index = self.add(common, block, parent);
+        self.show(common, parent, &[index], &[block]);
+        index
+    }
+
+    /// Shows consecutive blocks behind `parent` to readers, and notes their places.
+    pub(super) fn show(
+        &mut self,
+        common: &mut SharedIndex,
+        parent: u32,
+        records: &[u32],
+        blocks: &[BlockHash],
+    ) {
+        let after = (parent != NO_RECORD).then(|| self.place(parent));
+        let mut head = after.map(|after| after.head);
+        let mut places = records.iter().zip(blocks);
+        common.view.append(self.slot, after, blocks, |behind| {
+            if let Some((&record, &block)) = places.next() {
+                self.arena.set_behind(record, behind);
+                if behind == 0 {
+                    head = Some(block);
+                }
+            }
+        });
+        if let Some(&last) = records.last() {
+            self.known_head = head.map(|head| (last, head));
+        }
+    }
+
+    /// Returns where a live record's block stands in the view.
+    pub(super) fn place(&self, index: u32) -> BlockPlace {
+        let behind = self.arena.get(index).behind;
+        let head = match self.known_head {
+            Some((known, head)) if known == index => head,
+            _ => self.arena.hash(self.arena.head(index, behind)),
+        };
+        BlockPlace { head, behind }
+    }
+
+    /// Adds a block behind `parent` that readers do not see yet.
+    fn add(&mut self, common: &mut SharedIndex, block: BlockHash, parent: u32) -> u32 {
         let parent_hash = (parent != NO_RECORD).then(|| {
             let mut record = self.arena.get(parent);
             self.unsettle(parent, &record);
@@ -340,6 +378,7 @@ impl BackendBlocks {
         let record = BlockRecord {
             hash: block,
             parent,
+            behind: 0,
             children: 0,
             leases: 0,
             reports: 0,
@@ -351,7 +390,6 @@ impl BackendBlocks {
         self.sum = self.sum.wrapping_add(added);
         common.owned += 1;
         self.owned += 1;
-        common.view.insert(self.slot, block);
         index
     }
 
@@ -377,7 +415,9 @@ impl BackendBlocks {
     /// Removes a record that has no children and is not in `evictable`, and passes its epoch to its
     /// parent, which the caller settles.
     fn remove_leaf(&mut self, common: &mut SharedIndex, index: u32, record: &BlockRecord) {
-        common.view.remove(self.slot, record.hash);
+        let place = self.place(index);
+        common.view.remove(self.slot, place);
+        self.known_head = (place.behind > 0).then_some((record.parent, place.head));
         self.index.remove(record.hash, index);
         self.sum = self.sum.wrapping_sub(self.digest_of(record));
         common.owned -= 1;

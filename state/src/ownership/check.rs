@@ -13,7 +13,7 @@ impl Ownership {
     ///
     /// - `I1` Ownership is prefix-closed: every block's parent is owned, and no block is its own
     ///   ancestor.
-    /// - `I2` The published view shows exactly the owned blocks.
+    /// - `I2` The published view shows exactly the owned blocks, each at one place.
     /// - `I3` Apart from what its engine reports, a backend owns more than its capacity only while
     ///   nothing can be evicted. The counts agree.
     /// - `I6` Pins are right: a record counts its children and the leases that end at it. The
@@ -99,7 +99,8 @@ impl Ownership {
         if backend.find(record.hash) != Some(index) {
             return broken("I1", format!("{slot}: {record:?} is not found by its hash"));
         }
-        if !self.common.view.view().owns(slot, record.hash) {
+        let place = backend.place(index);
+        if !self.common.view.shows(slot, place, record.hash) {
             return broken("I2", format!("{slot}: {record:?} is not in the view"));
         }
         let leases = open.remove(&(slot, record.hash)).unwrap_or(0);

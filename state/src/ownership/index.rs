@@ -3,7 +3,7 @@
 //! An entry is a record index plus eight bits of the hash as a tag. The hash itself is in the
 //! arena, which is only read when the tag matches. An entry thus takes 4.7 to 6.1 bytes per record.
 //! A doubling table of `u32` (hashbrown) takes 5.7 to 11.4 bytes, which together with 23 bytes in
-//! the arena and 14 to 16 in the view would exceed the bound of 48; it would also rehash a million
+//! the arena and 9 to 24 in the view would exceed the bound of 48; it would also rehash a million
 //! entries at once. Here a segment with more than [`SEGMENT_RECORDS_MAX`] records splits, so no
 //! insertion takes longer than rebuilding two segments.
 

@@ -49,7 +49,7 @@ impl Ownership {
     /// Prefetches the memory that reports of `blocks` will touch.
     pub(crate) fn warm(&self, slot: Slot, blocks: &[BlockHash]) {
         if let Some(backend) = self.backend(slot) {
-            backend.warm(&self.common, blocks);
+            backend.warm(blocks);
         }
     }
 

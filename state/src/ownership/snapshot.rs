@@ -178,13 +178,13 @@ impl BackendBlocks {
         if common.owned + live.len() as u64 > common.owned_max {
             return Err(format!("more than {} blocks", common.owned_max));
         }
-        self.check_paths(&live)?;
         self.index = RecordIndex::with_room(live.len());
         for group in live.chunks(GROUP_BLOCKS) {
             let blocks: Vec<_> = group.iter().map(|&index| self.arena.hash(index)).collect();
-            self.warm(common, &blocks);
-            self.link(common, group)?;
+            self.warm(&blocks);
+            self.link(group)?;
         }
+        self.show_paths(common, &live)?;
         for &block in reports {
             let record = self.find(block);
             let counted = record.is_some_and(|record| self.count_report(record));
@@ -210,12 +210,14 @@ impl BackendBlocks {
         }
     }
 
-    /// Adds records to the index, the view, the digest and their parents' counts.
-    fn link(&mut self, common: &mut SharedIndex, records: &[u32]) -> Result<(), String> {
+    /// Adds records to the index, the digest and their parents' counts.
+    fn link(&mut self, records: &[u32]) -> Result<(), String> {
         for &index in records {
             let record = self.arena.get(index);
             if record.parent != NO_RECORD {
-                let mut parent = self.arena.get(record.parent);
+                let Some(mut parent) = self.arena.try_get(record.parent) else {
+                    return Err(format!("record {index} follows one that is not there"));
+                };
                 parent.children += 1;
                 self.arena.set(record.parent, parent);
             }
@@ -223,35 +225,32 @@ impl BackendBlocks {
                 return Err(format!("block {} is there twice", record.hash));
             }
             self.index.insert(record.hash, index, &self.arena);
-            common.view.insert(self.slot, record.hash);
             self.sum = self.sum.wrapping_add(self.digest_of(&record));
         }
         Ok(())
     }
 
-    /// Checks that every record leads to a first block.
-    fn check_paths(&self, live: &[u32]) -> Result<(), String> {
-        const UNKNOWN: u8 = 0;
-        const ON_PATH: u8 = 1;
-        const GOOD: u8 = 2;
-        let mut marks = vec![UNKNOWN; self.arena.len() as usize];
+    /// Shows the records to readers, parents before children, or describes one that leads to no first
+    /// block.
+    fn show_paths(&mut self, common: &mut SharedIndex, live: &[u32]) -> Result<(), String> {
+        let mut is_shown = vec![false; self.arena.len() as usize];
+        let (mut path, mut blocks) = (Vec::new(), Vec::new());
         for &index in live {
             let mut at = index;
-            while at != NO_RECORD && marks[at as usize] == UNKNOWN {
-                marks[at as usize] = ON_PATH;
-                at = self.arena.get(at).parent;
-                if at != NO_RECORD && self.arena.try_get(at).is_none() {
-                    return Err(format!("record {index} follows one that is not there"));
+            while at != NO_RECORD && !is_shown[at as usize] {
+                // No path is longer than all records.
+                if path.len() == live.len() {
+                    return Err(format!("record {index} follows itself"));
                 }
-            }
-            if at != NO_RECORD && marks[at as usize] == ON_PATH {
-                return Err(format!("record {index} follows itself"));
-            }
-            let mut at = index;
-            while at != NO_RECORD && marks[at as usize] == ON_PATH {
-                marks[at as usize] = GOOD;
+                path.push(at);
                 at = self.arena.get(at).parent;
             }
+            path.reverse();
+            blocks.extend(path.iter().map(|&record| self.arena.hash(record)));
+            self.show(common, at, &path, &blocks);
+            path.drain(..)
+                .for_each(|record| is_shown[record as usize] = true);
+            blocks.clear();
         }
         Ok(())
     }
@@ -396,6 +395,7 @@ impl Sections<'_> {
             is_live(at).then(|| BlockRecord {
                 hash: BlockHash(hashes.u64()),
                 parent: parents.u32(),
+                behind: 0,
                 children: 0,
                 leases: leases.u16(),
                 reports: 0,

@@ -21,6 +21,20 @@ impl<const W: usize> Mask<W> {
         }
     }
 
+    /// Removes `slot`.
+    #[inline]
+    pub(crate) fn remove(&mut self, slot: u16) {
+        if let Some(word) = self.0.get_mut(usize::from(slot) / 64) {
+            *word &= !(1 << (slot % 64));
+        }
+    }
+
+    #[inline]
+    pub(crate) fn contains(&self, slot: u16) -> bool {
+        let word = self.0.get(usize::from(slot) / 64);
+        word.is_some_and(|word| word >> (slot % 64) & 1 == 1)
+    }
+
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.0.iter().all(|&word| word == 0)
@@ -34,11 +48,6 @@ impl<const W: usize> Mask<W> {
     #[inline]
     pub(crate) fn without(&self, other: &Self) -> Self {
         Self(std::array::from_fn(|i| self.0[i] & !other.0[i]))
-    }
-
-    /// Returns the number of slots in the set.
-    pub(crate) fn count(&self) -> usize {
-        self.0.iter().map(|word| word.count_ones() as usize).sum()
     }
 
     /// Calls `each` for every slot, in ascending order.

@@ -1,41 +1,37 @@
-//! Longest owned prefix for all backends at once, by mask bisection.
+//! Longest owned prefix for all backends at once, by mask bisection over windows of the chain.
 //!
-//! Ownership is prefix-closed: the owner of block `i` of a chain owns every block before it. Only
-//! the owners of the first block matter, therefore, and each of them has one boundary to find. The
-//! search probes the first and the last block. Between two probed blocks, only the backends that
-//! own the former but not the latter are undecided; the owners of the blocks between split them. A
-//! chain that is owned to its end, or not at all, costs two probes.
+//! Ownership is prefix-closed: the owner of block `i` of a chain owns every block before it. Only the
+//! owners of the first block matter, therefore, and each of them has one boundary to find. Whoever
+//! owns the first block of a window is an owner of the segment whose head it is, so the search goes in
+//! two steps:
 //!
-//! A probe is a cache miss, and misses overlap if nothing waits for the one before. So a round
-//! narrows all undecided intervals together, each by [`POINTS`] blocks at even distances: `k`
-//! different boundaries in a chain of `n` blocks cost some `log8 n` rounds, where halving costs up
-//! to `k log2 n` misses one after the other.
+//! 1. Which is the last window that a backend owns the first block of? The search probes the first and
+//!    the last window. Between two probed windows, only the backends that own the former's first block
+//!    but not the latter's are undecided; the owners of the heads between split them.
+//! 2. How many blocks of that window? A segment says how many of its blocks a backend owns, and
+//!    comparing hashes says how many of them are the chain's. Where the chain leaves the segment, it may
+//!    go on in another one, whose head is the block at that position.
 //!
-//! While the writer works, each probe sees its own moment. A backend found at block `i` owned it
-//! and everything before it at the moment of that probe, or of the replacement of the probed table
+//! A probe is a cache miss, and misses overlap if nothing waits for the one before. So a round narrows
+//! all undecided intervals together, each by [`POINTS`] heads at even distances.
+//!
+//! While the writer works, each probe sees its own moment. A backend found at block `i` owned it and
+//! everything before it at the moment of that probe, or of the replacement of the probed table or row
 //! if that came before; so every answer was true at some moment during the call.
 
 use std::hint::black_box;
 
 use crate::ids::{BlockHash, Slot};
-use crate::view::mask::Mask;
+use crate::view::Tables;
+use crate::view::mask::{Mask, WORDS_MAX};
+use crate::view::segment::SEGMENT_BLOCKS;
 
-/// Blocks between the ends of an interval that a round probes.
+/// Heads between the ends of an interval that a round probes.
 const POINTS: usize = 7;
 /// Intervals that a round narrows.
 const INTERVALS: usize = 8;
 
-/// What tells the owners of a block.
-pub(super) trait BlockLookup {
-    /// Returns the owners of `block` among the slots below `64 * W`.
-    fn owners<const W: usize>(&self, block: BlockHash) -> Mask<W>;
-
-    /// Loads what [`Self::owners`] will need. The caller uses the result, so that the compiler
-    /// keeps the load.
-    fn warm(&self, block: BlockHash) -> u32;
-}
-
-/// Two blocks with the backends that own the former but not the latter.
+/// Two windows with the backends that own the head of the former but not of the latter.
 #[derive(Clone, Copy)]
 struct ChainInterval<const W: usize> {
     from: usize,
@@ -50,7 +46,7 @@ impl<const W: usize> ChainInterval<W> {
         undecided: Mask::EMPTY,
     };
 
-    /// The blocks to probe, ascending.
+    /// The windows to probe, ascending.
     fn points(&self) -> impl Iterator<Item = usize> + use<W> {
         let (from, width) = (self.from, self.to - self.from);
         let count = POINTS.min(width - 1);
@@ -76,9 +72,9 @@ impl<const W: usize> Round<W> {
 }
 
 /// A search of one chain.
-struct PrefixSearch<'a, L, const W: usize> {
+struct PrefixSearch<'a, const W: usize> {
     chain: &'a [BlockHash],
-    lookup: &'a L,
+    tables: &'a Tables<'a>,
     /// Blocks owned, by word and bit of the mask.
     blocks: [[u32; 64]; W],
 }
@@ -86,64 +82,106 @@ struct PrefixSearch<'a, L, const W: usize> {
 /// Calls `matched(slot, blocks)` for each owner of the first block, in ascending order of slot.
 pub(super) fn match_prefix<const W: usize>(
     chain: &[BlockHash],
-    lookup: &impl BlockLookup,
+    tables: &Tables<'_>,
     mut matched: impl FnMut(Slot, u32),
 ) {
-    let (Some(&first_block), Some(&last_block)) = (chain.first(), chain.last()) else {
+    let Some(&first_head) = chain.first() else {
         return;
     };
-    black_box(lookup.warm(last_block));
-    let first = lookup.owners::<W>(first_block);
+    let last_window = (chain.len() - 1) / SEGMENT_BLOCKS;
+    black_box(tables.warm(chain[last_window * SEGMENT_BLOCKS]));
+    let first = owners::<W>(tables, first_head);
     if first.is_empty() {
-        return;
-    }
-    let last = lookup.owners(last_block).and(&first);
-    let total = u32::try_from(chain.len()).unwrap_or(u32::MAX);
-    if last == first {
-        first.for_each(|slot| matched(Slot(slot), total));
         return;
     }
     let mut search = PrefixSearch {
         chain,
-        lookup,
-        blocks: [[total; 64]; W],
+        tables,
+        blocks: [[0; 64]; W],
     };
-    let whole = ChainInterval {
-        from: 0,
-        to: chain.len() - 1,
-        undecided: first.without(&last),
-    };
-    let mut round = Round::EMPTY;
-    search.keep(whole, &mut round);
-    search.narrow(round.kept());
+    search.find(first, last_window);
     first.for_each(|slot| {
         let (word, bit) = (usize::from(slot) / 64, usize::from(slot) % 64);
         matched(Slot(slot), search.blocks[word][bit]);
     });
 }
 
-impl<L: BlockLookup, const W: usize> PrefixSearch<'_, L, W> {
-    /// Finds the boundaries in these intervals of more than two blocks: one round, then the rounds
-    /// of what it leaves undecided.
+/// Returns how many leading blocks of `chain` `slot` owns.
+pub(super) fn match_slot(chain: &[BlockHash], tables: &Tables<'_>, slot: Slot) -> u32 {
+    let is_owner = |head: &BlockHash| {
+        let segment = tables.segment(*head);
+        segment.is_some_and(|segment| segment.has_owner(slot.0))
+    };
+    if !chain.first().is_some_and(is_owner) {
+        return 0;
+    }
+    // The last window whose head is owned lies in `from..to`.
+    let (mut from, mut to) = (0, chain.len().div_ceil(SEGMENT_BLOCKS));
+    while to - from > 1 {
+        let middle = from + (to - from) / 2;
+        if is_owner(&chain[middle * SEGMENT_BLOCKS]) {
+            from = middle;
+        } else {
+            to = middle;
+        }
+    }
+    let mut wanted = Mask::<WORDS_MAX>::EMPTY;
+    wanted.insert(slot.0);
+    let mut owned = 0;
+    resolve(chain, tables, from, wanted, |_, blocks| owned = blocks);
+    owned
+}
+
+#[inline]
+fn owners<const W: usize>(tables: &Tables<'_>, head: BlockHash) -> Mask<W> {
+    let segment = tables.segment(head);
+    segment.map_or(Mask::EMPTY, |segment| segment.owners())
+}
+
+impl<const W: usize> PrefixSearch<'_, W> {
+    /// Finds how much the owners of the first block, `first`, own.
+    fn find(&mut self, first: Mask<W>, last_window: usize) {
+        if last_window == 0 {
+            self.settle(0, first);
+            return;
+        }
+        let last = owners(self.tables, self.head(last_window)).and(&first);
+        self.settle(last_window, last);
+        let whole = ChainInterval {
+            from: 0,
+            to: last_window,
+            undecided: first.without(&last),
+        };
+        let mut round = Round::EMPTY;
+        self.keep(whole, &mut round);
+        self.narrow(round.kept());
+    }
+
+    fn head(&self, window: usize) -> BlockHash {
+        self.chain[window * SEGMENT_BLOCKS]
+    }
+
+    /// Finds the last owned windows in these intervals, which have windows between their ends: one
+    /// round, then the rounds of what it leaves undecided.
     fn narrow(&mut self, intervals: &[ChainInterval<W>]) {
         if intervals.is_empty() {
             return;
         }
         let points = intervals.iter().flat_map(ChainInterval::points);
-        let warmed = points.map(|at| self.lookup.warm(self.chain[at]));
-        black_box(warmed.fold(0, u32::wrapping_add));
+        let warmed = points.map(|window| self.tables.warm(self.head(window)));
+        black_box(warmed.fold(0, u64::wrapping_add));
         let mut narrower = Round::EMPTY;
         for &interval in intervals {
             let mut rest = interval;
-            for at in interval.points() {
-                let holders = self.lookup.owners(self.chain[at]).and(&rest.undecided);
+            for window in interval.points() {
+                let holders = owners(self.tables, self.head(window)).and(&rest.undecided);
                 let part = ChainInterval {
-                    to: at,
+                    to: window,
                     undecided: rest.undecided.without(&holders),
                     ..rest
                 };
                 self.keep(part, &mut narrower);
-                rest.from = at;
+                rest.from = window;
                 rest.undecided = holders;
                 if holders.is_empty() {
                     break;
@@ -160,7 +198,7 @@ impl<L: BlockLookup, const W: usize> PrefixSearch<'_, L, W> {
             return;
         }
         if interval.to - interval.from == 1 {
-            self.settle(&interval);
+            self.settle(interval.from, interval.undecided);
             return;
         }
         if next.count == INTERVALS {
@@ -171,12 +209,66 @@ impl<L: BlockLookup, const W: usize> PrefixSearch<'_, L, W> {
         next.count += 1;
     }
 
-    /// The undecided backends own every block before the end of the interval, which has none
-    /// between its ends.
-    fn settle(&mut self, interval: &ChainInterval<W>) {
-        let length = u32::try_from(interval.to).unwrap_or(u32::MAX);
-        interval.undecided.for_each(|slot| {
-            self.blocks[usize::from(slot) / 64][usize::from(slot) % 64] = length;
+    /// Notes what `slots`, for whom `window` is the last one of which they own the head, own of it.
+    fn settle(&mut self, window: usize, slots: Mask<W>) {
+        let blocks = &mut self.blocks;
+        resolve(self.chain, self.tables, window, slots, |slot, owned| {
+            blocks[usize::from(slot) / 64][usize::from(slot) % 64] = owned;
         });
     }
+}
+
+/// Calls `owns` with each of `slots`, which own the head of `window`, and how many leading blocks of
+/// `chain` it owns, given that it owns none beyond the window.
+fn resolve<const W: usize>(
+    chain: &[BlockHash],
+    tables: &Tables<'_>,
+    window: usize,
+    slots: Mask<W>,
+    mut owns: impl FnMut(u16, u32),
+) {
+    let end = chain.len().min((window + 1) * SEGMENT_BLOCKS);
+    let mut from = window * SEGMENT_BLOCKS;
+    let mut rest = slots;
+    while !rest.is_empty() && from < end {
+        let part = &chain[from..end];
+        let Some(segment) = tables.segment(part[0]) else {
+            break;
+        };
+        let whole = segment.whole().and(&rest);
+        let most = if whole.is_empty() {
+            segment.most_owned(&rest)
+        } else {
+            segment.shape().room()
+        };
+        let known = segment.common(part, most);
+        if known == 0 {
+            break;
+        }
+        // Who owns all that the segment has, owns what it has of the chain.
+        let mut further = whole;
+        rest = rest.without(&whole);
+        if !rest.is_empty() {
+            segment.for_each_owner(|slot, owned| {
+                if !rest.contains(slot) {
+                    return;
+                }
+                rest.remove(slot);
+                if owned >= known {
+                    further.insert(slot);
+                } else {
+                    owns(slot, count(from + owned));
+                }
+            });
+        }
+        rest.for_each(|slot| owns(slot, count(from)));
+        from += known;
+        rest = further;
+    }
+    rest.for_each(|slot| owns(slot, count(from)));
+}
+
+/// An owner of the first block owns one block at least, even if the writer takes it away meanwhile.
+fn count(blocks: usize) -> u32 {
+    u32::try_from(blocks.max(1)).unwrap_or(u32::MAX)
 }

@@ -1,21 +1,21 @@
 //! The published read view of the block index: many readers that never wait for the one writer.
 //!
-//! The index is split by hash into shards. Each shard is a `table` of fixed shape, and a `directory`
-//! holds them all. The writer (the ownership arena, in `apply`) changes owners in place, one atomic
-//! word at a time, and replaces a table when it is full, by publishing another directory. Readers
-//! keep the directory that they hold alive. Reading is therefore wait-free and needs no `unsafe`, and
-//! a stalled reader blocks nobody.
+//! Consecutive blocks of a chain are kept together in a `segment`, which is looked up by its first
+//! block. Segments are split by that hash into shards. Each shard is a `table` of fixed shape, and a
+//! `directory` holds them all. The writer (the ownership arena, in `apply`) changes owners in place,
+//! one atomic word at a time, and replaces a table when it is full, by publishing another directory.
+//! Readers keep the directory that they hold alive. Reading is therefore wait-free and needs no
+//! `unsafe`, and a stalled reader blocks nobody.
 //!
 //! While the writer works, a reader may still see an ownership that ended a moment ago, or miss one
 //! that has just begun. It never sees an owner that never held the block. `matching` describes what
 //! that means for a prefix; the loom models in `loom_tests` check it.
-//!
-//! A second index keyed by position would be a second set of shards with a wider entry. Matching
-//! takes its probe as a function and would not change.
 
+mod by_hash;
 mod directory;
 mod mask;
 mod matching;
+mod segment;
 mod sync;
 mod table;
 mod writer;
@@ -25,19 +25,22 @@ mod loom_tests;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
+use std::collections::BTreeMap;
+
 use crate::bounds::BACKENDS_MAX;
 use crate::ids::{BlockHash, Slot};
+use by_hash::BlockSearch;
 use directory::{Directory, SHARDS_MAX};
 use mask::{Mask, WORDS_MAX};
-use matching::BlockLookup;
+use segment::ChainSegment;
 use sync::{Arc, AtomicUsize, Ordering, Swap};
 use table::Table;
 
 pub(crate) use table::{mix, spread};
-pub(crate) use writer::ViewWriter;
+pub(crate) use writer::{BlockPlace, ViewWriter};
 
-/// Number of shards of an index. At 10 M blocks, a table has about 2,400 entries and is rebuilt in
-/// some 20 us, which bounds the cost of one insertion.
+/// Number of shards of an index. At 10 M blocks, a shard has about 10,000 blocks in some hundred
+/// kilobytes, which bounds what one rebuild copies.
 pub(crate) const SHARDS: usize = SHARDS_MAX;
 
 /// A handle on the published block index. Cheap to clone. Any number of threads may read while the
@@ -80,16 +83,26 @@ impl BlockView {
         owned.map_or(0, |owned| owned.load(std::sync::atomic::Ordering::Relaxed))
     }
 
-    /// Whether `slot` is believed to own `block`.
+    /// Whether `slot` is believed to own `block`. As slow as [`BlockView::owners`], and for tests.
     #[must_use]
     pub fn owns(&self, slot: Slot, block: BlockHash) -> bool {
-        self.read(|tables| tables.of(block).owns(slot.0, block))
+        self.owners(&[block])[&block].contains(&slot)
     }
 
-    /// Calls `owner` for every backend that owns `block`, in ascending order of slot.
-    pub fn owners(&self, block: BlockHash, mut owner: impl FnMut(Slot)) {
-        self.read(|tables| tables.owners::<WORDS_MAX>(block))
-            .for_each(|slot| owner(Slot(slot)));
+    /// Returns the backends that own each of `blocks`, in ascending order of slot.
+    ///
+    /// Blocks are kept in chains, and a hash alone does not tell which: this reads the whole index,
+    /// some 20 ms for 10 M blocks. It is for operators and tests; requests match chains.
+    #[must_use]
+    pub fn owners(&self, blocks: &[BlockHash]) -> BTreeMap<BlockHash, Vec<Slot>> {
+        let found = self.read(|tables| BlockSearch::new(blocks).run(tables));
+        let slots = |mask: Mask<WORDS_MAX>| {
+            let mut slots = Vec::new();
+            mask.for_each(|slot| slots.push(Slot(slot)));
+            slots
+        };
+        let found = found.into_iter();
+        found.map(|(block, mask)| (block, slots(mask))).collect()
     }
 
     /// Finds the longest owned prefix of `chain` for all backends at once, by mask bisection. Calls
@@ -109,13 +122,11 @@ impl BlockView {
         });
     }
 
-    /// Finds the longest owned prefix of `chain` at one backend, by binary search over positions.
-    /// Returns the same as [`BlockView::match_prefix`] for that backend.
+    /// Finds the longest owned prefix of `chain` at one backend. Returns the same as
+    /// [`BlockView::match_prefix`] for that backend.
     #[must_use]
     pub fn match_by_position(&self, chain: &[BlockHash], slot: Slot) -> u32 {
-        let owns = |tables: &Tables<'_>, block| tables.of(block).owns(slot.0, block);
-        let matched = self.read(|tables| chain.partition_point(|block| owns(tables, *block)));
-        u32::try_from(matched).unwrap_or(u32::MAX)
+        self.read(|tables| matching::match_slot(chain, tables, slot))
     }
 
     /// Runs `read` on the tables as they are published now. Those that the writer replaces meanwhile
@@ -140,20 +151,21 @@ struct Tables<'a> {
 
 impl Tables<'_> {
     #[inline]
-    fn of(&self, block: BlockHash) -> &Table {
-        self.directory.table(shard_of(block, self.shard_bits))
-    }
-}
-
-impl BlockLookup for Tables<'_> {
-    #[inline]
-    fn owners<const W: usize>(&self, block: BlockHash) -> Mask<W> {
-        self.of(block).owners(block)
+    fn of(&self, head: BlockHash) -> &Table {
+        self.directory.table(shard_of(head, self.shard_bits))
     }
 
+    /// Returns the segment that begins with `head`.
     #[inline]
-    fn warm(&self, block: BlockHash) -> u32 {
-        self.of(block).warm(block)
+    fn segment(&self, head: BlockHash) -> Option<ChainSegment<'_>> {
+        self.of(head).segment(head)
+    }
+
+    /// Loads what [`Self::segment`] will need. The caller uses the result, so that the compiler keeps
+    /// the loads.
+    #[inline]
+    fn warm(&self, head: BlockHash) -> u64 {
+        self.of(head).warm(head)
     }
 }
 

@@ -1,24 +1,43 @@
-//! The writer's side of the view: sets and clears owners, and rebuilds a shard's table when it is
-//! full.
+//! The writer's side of the view: adds blocks to segments and takes them away, and rebuilds a shard's
+//! table when it is full.
 //!
-//! A rebuild affects one shard of at most a few thousand entries, so no change of the index takes
-//! long. Tables grow by a factor of only 1.18, because their slack costs memory.
+//! **A block that is owned stands at one place**: in the segment of the block before it, or at the head
+//! of a segment of its own, never both. So readers need not look for a block twice. It holds because a
+//! block joins the segment of the one before it only where no other block stands there, and only if it
+//! is not a head already.
+//!
+//! A rebuild affects one shard of some ten thousand blocks at most, so no change of the index takes long.
+//! Tables grow by a factor of only 1.18, because their slack costs memory.
 
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::ids::{BlockHash, Slot};
 use crate::view::directory::Directory;
-use crate::view::mask::{Mask, WORDS_MAX};
+use crate::view::segment::{ChainSegment, SEGMENT_BLOCKS, SegmentShape, lane_words};
 use crate::view::sync::{Arc, Ordering};
-use crate::view::table::{Owners, Table, UNUSED, row_words};
+use crate::view::table::{Probed, Table};
 use crate::view::{BlockView, SHARDS, shard_of};
 
-/// Percentage of used slots above which a table is rebuilt.
+/// Percentage of used entries above which a table is rebuilt.
 const LOAD_MAX: usize = 85;
-/// Percentage of used slots directly after a rebuild.
+/// Percentage of used entries directly after a rebuild.
 const LOAD_FRESH: usize = 72;
-/// Number of slots of the smallest table.
+/// Number of entries of the smallest table.
 const CAPACITY_MIN: usize = 8;
+/// Number of free row words directly after a rebuild, at least. Models change rows in place, without
+/// a rebuild in between.
+const ROW_SLACK_MIN: usize = if cfg!(loom) { 128 } else { 16 };
+/// For how many more blocks a segment that is extended gets room, at least.
+const GROWTH_MIN: usize = 4;
+
+/// Where an owned block stands in the view.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BlockPlace {
+    /// First block of the segment.
+    pub(crate) head: BlockHash,
+    /// How many blocks the head is before it.
+    pub(crate) behind: u8,
+}
 
 /// The writer behind all handles of one [`BlockView`]. There is one per index.
 pub(crate) struct ViewWriter {
@@ -26,7 +45,7 @@ pub(crate) struct ViewWriter {
     /// As published.
     directory: Directory,
     shards: Vec<Shard>,
-    /// Number of words in a bitmap of all slots seen so far.
+    /// Number of words in a mask of all slots seen so far.
     width: usize,
 }
 
@@ -38,7 +57,7 @@ impl ViewWriter {
             "{shards} shards"
         );
         // One unused entry: probes end there, and the first insertion builds a real table.
-        let empty = Table::new(1, 0, 1);
+        let empty = Table::new(1, 0);
         let directory = Directory::of(&empty);
         Self {
             view: BlockView::over(directory.clone(), shards),
@@ -59,29 +78,172 @@ impl ViewWriter {
         self.view.shared.width.store(self.width, Ordering::Release);
     }
 
-    /// Prefetches the memory that changes of `blocks` will touch, see [`crate::ownership`]. The sum
-    /// keeps the compiler from removing the loads.
-    pub(crate) fn warm(&self, blocks: &[BlockHash]) -> u32 {
-        let load = |&block: &BlockHash| self.shards[self.shard_of(block)].table.warm(block);
-        blocks.iter().map(load).fold(0, u32::wrapping_add)
+    /// Prefetches the memory that changes of the segments of `heads` will touch. The sum keeps the
+    /// compiler from removing the loads.
+    pub(crate) fn warm(&self, heads: &[BlockHash]) -> u64 {
+        let load = |&head: &BlockHash| self.shards[self.shard_of(head)].table.warm(head);
+        heads.iter().map(load).fold(0, u64::wrapping_add)
     }
 
-    /// Makes `slot` an owner of `block`.
-    pub(crate) fn insert(&mut self, slot: Slot, block: BlockHash) {
-        let at = self.shard_of(block);
-        let shard = &mut self.shards[at];
-        if shard.insert(slot.0, block, self.width) {
-            self.directory.set(at, shard.table.clone());
-            self.publish();
+    /// Makes `slot` an owner of `blocks`, none of which it owns: consecutive blocks of a chain, behind
+    /// the block at `after`, which it owns (`None`: from the first block on). Calls `placed` with each
+    /// block's distance from the head of its segment, in order.
+    pub(crate) fn append(
+        &mut self,
+        slot: Slot,
+        after: Option<BlockPlace>,
+        blocks: &[BlockHash],
+        mut placed: impl FnMut(u8),
+    ) {
+        let mut last = after;
+        let mut rest = blocks;
+        while let Some(&next) = rest.first() {
+            let mut added = last.map_or(0, |last| self.extend(slot, last, rest));
+            let from = match last {
+                Some(last) if added > 0 => usize::from(last.behind) + 1,
+                _ => {
+                    added = self.begin(slot, last, rest);
+                    0
+                }
+            };
+            (from..from + added).for_each(|behind| placed(behind as u8));
+            last = Some(BlockPlace {
+                head: if from == 0 {
+                    next
+                } else {
+                    last.map_or(next, |last| last.head)
+                },
+                behind: (from + added - 1) as u8,
+            });
+            rest = &rest[added..];
         }
-        self.count(slot, |owned| owned.saturating_add(1));
+        let added = u32::try_from(blocks.len()).unwrap_or(u32::MAX);
+        self.count(slot, |owned| owned.saturating_add(added));
     }
 
-    /// Ends `slot`'s ownership of `block`.
-    pub(crate) fn remove(&mut self, slot: Slot, block: BlockHash) {
-        let at = self.shard_of(block);
-        self.shards[at].remove(slot.0, block);
-        self.count(slot, |owned| owned.saturating_sub(1));
+    /// Adds the first of `blocks` to the segment of the block at `last`. Returns how many; 0 if they
+    /// need one of their own.
+    fn extend(&mut self, slot: Slot, last: BlockPlace, blocks: &[BlockHash]) -> usize {
+        let from = usize::from(last.behind) + 1;
+        let at = self.shard_of(last.head);
+        let Some((entry, segment)) = self.shards[at].find(last.head) else {
+            return 0;
+        };
+        let shape = segment.shape();
+        let written = (from..shape.filled).zip(blocks);
+        let known = written.take_while(|&(nth, &block)| segment.hash(nth) == block);
+        let known = known.count();
+        if known > 0 {
+            segment.set_owned(slot.0, from + known, shape.filled);
+            return known;
+        }
+        let added = shape.room().saturating_sub(from).min(blocks.len());
+        if from != shape.filled || added == 0 || self.is_head(blocks[0]) {
+            return 0;
+        }
+        let wanted = SegmentShape {
+            filled: from + added,
+            ..shape
+        };
+        self.change(at, |shard| {
+            let entry = if wanted.filled > shape.capacity {
+                shard.relocate(last.head, with_slack(wanted, GROWTH_MIN))?
+            } else {
+                entry
+            };
+            let segment = shard.segment(entry);
+            segment.write_hashes(from, blocks[..added].iter().copied());
+            segment.set_owned(slot.0, wanted.filled, wanted.filled);
+            Ok(())
+        });
+        added
+    }
+
+    /// Adds the first of `blocks` at the head of a segment. Returns how many.
+    fn begin(&mut self, slot: Slot, last: Option<BlockPlace>, blocks: &[BlockHash]) -> usize {
+        let head = blocks[0];
+        let at = self.shard_of(head);
+        if self.is_head(head) {
+            self.change(at, |shard| shard.join(head, slot));
+            return 1;
+        }
+        let base = last.map_or(0, |last| self.position_after(last));
+        let added = blocks.len().min(SEGMENT_BLOCKS - base);
+        let shape = SegmentShape {
+            base,
+            filled: added,
+            capacity: added,
+            lane_words: 1,
+        };
+        self.change(at, |shard| {
+            let entry = shard.create(head, with_slack(shape, 0))?;
+            let segment = shard.segment(entry);
+            segment.write_hashes(1, blocks[1..added].iter().copied());
+            segment.set_owned(slot.0, added, added);
+            Ok(())
+        });
+        added
+    }
+
+    /// Returns the position in its window of the block after that at `last`.
+    fn position_after(&self, last: BlockPlace) -> usize {
+        let shard = &self.shards[self.shard_of(last.head)];
+        let base = shard
+            .find(last.head)
+            .map_or(0, |(_, segment)| segment.shape().base);
+        (base + usize::from(last.behind) + 1) % SEGMENT_BLOCKS
+    }
+
+    /// Whether a segment begins with `block`.
+    pub(crate) fn is_head(&self, block: BlockHash) -> bool {
+        self.shards[self.shard_of(block)].find(block).is_some()
+    }
+
+    /// Ends `slot`'s ownership of the block at `place`, the last one that it owns of the segment.
+    pub(crate) fn remove(&mut self, slot: Slot, place: BlockPlace) {
+        self.shorten(slot, place.head, usize::from(place.behind));
+    }
+
+    /// Ends `slot`'s ownership of all blocks of the segment of `head`. Readers expect that it owns none
+    /// that follow.
+    pub(crate) fn clear(&mut self, slot: Slot, head: BlockHash) {
+        self.shorten(slot, head, 0);
+    }
+
+    /// Leaves `slot` the first `kept` blocks of a segment at most.
+    fn shorten(&mut self, slot: Slot, head: BlockHash, kept: usize) {
+        let at = self.shard_of(head);
+        let shard = &mut self.shards[at];
+        let Some((entry, segment)) = shard.find(head) else {
+            return;
+        };
+        let owned = segment.owned(slot.0);
+        if owned <= kept {
+            return;
+        }
+        segment.set_owned(slot.0, kept, segment.shape().filled);
+        let mut is_owned = kept > 0;
+        if !is_owned {
+            segment.for_each_owner(|_, _| is_owned = true);
+        }
+        if !is_owned {
+            shard.table.bury(entry.entry);
+            shard.live -= 1;
+        }
+        self.count(slot, |before| before.saturating_sub((owned - kept) as u32));
+    }
+
+    /// Changes a shard, after a rebuild if it lacks room, and publishes a rebuilt table.
+    fn change(&mut self, at: usize, change: impl Fn(&mut Shard) -> Result<(), NoRoom>) {
+        let shard = &mut self.shards[at];
+        let Err(NoRoom { words }) = change(shard) else {
+            return;
+        };
+        shard.rebuild(words);
+        let is_done = change(shard).is_ok();
+        debug_assert!(is_done, "a rebuilt table has no room for {words} words");
+        self.directory.set(at, shard.table.clone());
+        self.publish();
     }
 
     fn shard_of(&self, block: BlockHash) -> usize {
@@ -118,11 +280,22 @@ impl ViewWriter {
         self.publish();
     }
 
+    /// Whether `slot` is shown as an owner of `block`, which stands at `place`.
+    pub(crate) fn shows(&self, slot: Slot, place: BlockPlace, block: BlockHash) -> bool {
+        let found = self.shards[self.shard_of(place.head)].find(place.head);
+        found.is_some_and(|(_, segment)| {
+            let behind = usize::from(place.behind);
+            let is_there = behind == 0 && block == place.head
+                || behind > 0 && behind < segment.shape().filled && block == segment.hash(behind);
+            is_there && behind < segment.owned(slot.0)
+        })
+    }
+
     /// Returns the number of pairs of block and owner in the view.
     pub(crate) fn pairs(&self) -> u64 {
         let mut pairs = 0;
         for Shard { table, .. } in &self.shards {
-            table.for_each(|_, owners| pairs += table.mask::<WORDS_MAX>(owners).count() as u64);
+            table.for_each(|_, segment| segment.for_each_owner(|_, owned| pairs += owned as u64));
         }
         pairs
     }
@@ -135,15 +308,35 @@ impl ViewWriter {
     }
 }
 
+/// Gives a segment that may grow room for a quarter more blocks, at least for `least`.
+fn with_slack(shape: SegmentShape, least: usize) -> SegmentShape {
+    let more = (shape.filled / 4).max(least);
+    let capacity = (shape.filled + more).min(shape.room()).max(shape.filled);
+    SegmentShape { capacity, ..shape }
+}
+
+/// A table has no room for a key, or for a row of so many words.
+#[derive(Debug, Clone, Copy)]
+struct NoRoom {
+    words: usize,
+}
+
 /// The writer's bookkeeping for one shard's table.
 struct Shard {
     table: Table,
-    /// Number of slots with a key, tombstones included.
+    /// Number of entries with a key, tombstones included.
     used: usize,
-    /// Number of slots with an owner.
+    /// Number of entries with a segment.
     live: usize,
     /// Number of row words allocated.
     row_words_used: usize,
+}
+
+/// An entry with a segment, and where its row begins.
+#[derive(Debug, Clone, Copy)]
+struct SegmentEntry {
+    entry: usize,
+    row: usize,
 }
 
 impl Shard {
@@ -156,167 +349,137 @@ impl Shard {
         }
     }
 
-    /// Inserts an owner. Returns whether the table was replaced and must be published.
-    fn insert(&mut self, slot: u16, block: BlockHash, width: usize) -> bool {
-        if self.try_insert(slot, block) {
-            return false;
-        }
-        self.rebuild(width);
-        let has_room = self.try_insert(slot, block);
-        assert!(has_room, "a rebuilt table has no room for slot {slot}");
-        true
-    }
-
-    /// Inserts an owner in place. Returns `false`, without a change, if the table has no room.
-    fn try_insert(&mut self, slot: u16, block: BlockHash) -> bool {
-        let (at, word) = self.table.find(block);
-        if word == UNUSED {
-            if (self.used + 1) * 100 > self.table.capacity() * LOAD_MAX {
-                return false;
+    fn find(&self, head: BlockHash) -> Option<(SegmentEntry, ChainSegment<'_>)> {
+        match self.table.probe(head) {
+            Probed::Segment { entry, row } => {
+                Some((SegmentEntry { entry, row }, self.table.segment_at(row)))
             }
-            self.table.occupy(at, block, Owners::inline(&[slot]));
-            self.used += 1;
-            self.live += 1;
-            return true;
-        }
-        let owners = Owners::decode(word);
-        if self.table.contains(owners, slot) {
-            return true;
-        }
-        match owners {
-            Owners::Nobody => {
-                self.table.set_owners(at, Owners::inline(&[slot]));
-                self.live += 1;
-                true
-            }
-            Owners::Inline([a, b, c]) if b == c => {
-                let slots = if a == b {
-                    &[a, slot][..]
-                } else {
-                    &[a, b, slot]
-                };
-                self.table.set_owners(at, Owners::inline(slots));
-                true
-            }
-            Owners::List { .. } | Owners::Bitmap { .. } if self.table.row_insert(owners, slot) => {
-                true
-            }
-            Owners::Inline(_) | Owners::List { .. } | Owners::Bitmap { .. } => {
-                self.move_to_row(at, owners, slot)
-            }
+            Probed::Unused(_) | Probed::Tombstone(_) => None,
         }
     }
 
-    /// Adds `slot` to the owners of the key at `at` by moving them to a new row. Returns `false`,
-    /// without a change, if the table has no room.
-    fn move_to_row(&mut self, at: usize, owners: Owners, slot: u16) -> bool {
-        let table = &self.table;
-        let mut slots = table.mask::<WORDS_MAX>(owners);
-        slots.insert(slot);
-        let words = row_words(slots.count(), table.width);
+    fn segment(&self, at: SegmentEntry) -> ChainSegment<'_> {
+        self.table.segment_at(at.row)
+    }
+
+    /// Allocates words for a row.
+    fn allocate(&mut self, words: usize) -> Result<usize, NoRoom> {
         let row = self.row_words_used;
-        // Slots beyond the table's width need the wider bitmaps of a rebuilt table.
-        let is_wide = slots.0[table.width..].iter().any(|&bits| bits != 0);
-        if is_wide || row + words > table.row_words() {
-            return false;
+        if row + words > self.table.row_words() {
+            return Err(NoRoom { words });
         }
-        table.set_owners(at, table.row_write(row, &slots));
         self.row_words_used += words;
-        true
+        Ok(row)
     }
 
-    fn remove(&mut self, slot: u16, block: BlockHash) {
-        let (at, word) = self.table.find(block);
-        let owners = Owners::decode(word);
-        if !self.table.contains(owners, slot) {
-            return;
+    /// Creates a segment without owners; `head` has none. Readers see it as such.
+    fn create(&mut self, head: BlockHash, shape: SegmentShape) -> Result<SegmentEntry, NoRoom> {
+        let words = shape.words();
+        let probed = self.table.probe(head);
+        let is_new = matches!(probed, Probed::Unused(_));
+        if is_new && (self.used + 1) * 100 > self.table.capacity() * LOAD_MAX {
+            return Err(NoRoom { words });
         }
-        let rest = match owners {
-            Owners::Inline([a, b, c]) => match (a == slot, b == slot, c == slot) {
-                (true, true, _) => Owners::Nobody,
-                (true, false, _) => Owners::inline(&[b, c]),
-                (false, true, true) => Owners::inline(&[a]),
-                (false, true, false) => Owners::inline(&[a, c]),
-                (false, false, _) => Owners::inline(&[a, b]),
-            },
-            Owners::List { .. } | Owners::Bitmap { .. } => {
-                if !self.table.row_remove(owners, slot) {
-                    return;
-                }
-                Owners::Nobody
-            }
-            Owners::Nobody => return,
+        let row = self.allocate(words)?;
+        self.table.lay_out(row, shape);
+        let (Probed::Unused(entry) | Probed::Tombstone(entry) | Probed::Segment { entry, .. }) =
+            probed;
+        if is_new {
+            self.table.occupy(entry, head, row);
+            self.used += 1;
+        } else {
+            self.table.set_row(entry, row);
+        }
+        self.live += 1;
+        Ok(SegmentEntry { entry, row })
+    }
+
+    /// Makes `slot` an owner of `head` alone, which has a segment.
+    fn join(&mut self, head: BlockHash, slot: Slot) -> Result<(), NoRoom> {
+        let Some((_, segment)) = self.find(head) else {
+            return Ok(());
         };
-        self.table.set_owners(at, rest);
-        if rest == Owners::Nobody {
-            self.live -= 1;
+        let shape = segment.shape();
+        if segment.set_owned(slot.0, 1, shape.filled) {
+            return Ok(());
         }
+        let wider = SegmentShape {
+            lane_words: shape.lane_words * 2,
+            ..shape
+        };
+        let entry = self.relocate(head, wider)?;
+        self.segment(entry).set_owned(slot.0, 1, shape.filled);
+        Ok(())
     }
 
-    /// Moves the live entries to a table with room for at least one more key and one more row.
-    fn rebuild(&mut self, width: usize) {
-        let width = width.max(self.table.width);
+    /// Moves the segment of `head` to a row of another shape.
+    fn relocate(&mut self, head: BlockHash, shape: SegmentShape) -> Result<SegmentEntry, NoRoom> {
+        let words = shape.words();
+        let Probed::Segment { entry, row } = self.table.probe(head) else {
+            return Err(NoRoom { words });
+        };
+        let fresh = self.allocate(words)?;
+        copy_segment(&self.table.segment_at(row), &self.table, fresh, shape);
+        self.table.set_row(entry, fresh);
+        Ok(SegmentEntry { entry, row: fresh })
+    }
+
+    /// Moves the segments to a table with room for at least one more key and a row of `words`.
+    fn rebuild(&mut self, words: usize) {
         let old = self.table.clone();
         let mut row_words_live = 0;
-        let mut has_rows = false;
-        old.for_each(|_, owners| match owners {
-            Owners::Nobody => {}
-            Owners::Inline([a, b, c]) => has_rows |= a != b && b != c,
-            Owners::List { .. } | Owners::Bitmap { .. } => {
-                let count = old.mask::<WORDS_MAX>(owners).count();
-                has_rows = true;
-                row_words_live += if count > 3 {
-                    row_words(count, width)
-                } else {
-                    0
-                };
-            }
-        });
-        let slack = if has_rows {
-            row_words_live / 4 + 2 * width.max(4)
-        } else {
-            0
-        };
+        old.for_each(|_, segment| row_words_live += compact(&segment).words());
         let capacity = ((self.live + 1) * 100)
             .div_ceil(LOAD_FRESH)
             .max(CAPACITY_MIN);
-        let table = Table::new(capacity, row_words_live + slack, width);
-        let mut row = 0;
-        let mut live = 0;
-        old.for_each(|block, owners| {
-            let owners = match owners {
-                Owners::Nobody | Owners::Inline(_) => owners,
-                Owners::List { .. } | Owners::Bitmap { .. } => {
-                    copy_row(&table, &mut row, &old.mask::<WORDS_MAX>(owners))
-                }
-            };
-            table.occupy(table.find(block).0, block, owners);
-            live += 1;
+        let slack = (row_words_live / 6 + words).max(ROW_SLACK_MIN);
+        let table = Table::new(capacity, row_words_live + slack);
+        let mut fresh = Self::new(table);
+        old.for_each(|head, segment| {
+            let shape = compact(&segment);
+            let row = fresh.row_words_used;
+            fresh.row_words_used += shape.words();
+            copy_segment(&segment, &fresh.table, row, shape);
+            if let Probed::Unused(entry) = fresh.table.probe(head) {
+                fresh.table.occupy(entry, head, row);
+                fresh.live += 1;
+            }
         });
-        debug_assert_eq!(live, self.live, "live entries miscounted");
-        *self = Self {
-            table,
-            used: live,
-            live,
-            row_words_used: row,
-        };
+        debug_assert_eq!(fresh.live, self.live, "segments miscounted");
+        fresh.used = fresh.live;
+        *self = fresh;
     }
 }
 
-/// Copies a row, whose slots are `slots` now, into another table in the cheapest form.
-fn copy_row(table: &Table, row: &mut usize, slots: &Mask<WORDS_MAX>) -> Owners {
-    let count = slots.count();
-    if count > 3 {
-        let at = *row;
-        *row += row_words(count, table.width);
-        return table.row_write(at, slots);
-    }
-    let mut few = [0_u16; 3];
-    let mut next = few.iter_mut();
-    slots.for_each(|slot| {
-        if let Some(place) = next.next() {
-            *place = slot;
-        }
+/// Returns the smallest shape for a segment's owners and owned blocks.
+fn compact(segment: &ChainSegment<'_>) -> SegmentShape {
+    let (mut owners, mut filled) = (0, 1);
+    segment.for_each_owner(|_, owned| {
+        owners += 1;
+        filled = owned.max(filled);
     });
-    Owners::inline(&few[..count])
+    SegmentShape {
+        base: segment.shape().base,
+        filled,
+        capacity: filled,
+        lane_words: lane_words(owners),
+    }
+}
+
+/// Copies a segment to an unused row.
+fn copy_segment(from: &ChainSegment<'_>, table: &Table, row: usize, shape: SegmentShape) {
+    let written = shape.filled.min(from.shape().filled);
+    let to = table.lay_out(
+        row,
+        SegmentShape {
+            filled: written,
+            ..shape
+        },
+    );
+    to.write_hashes(1, (1..written).map(|nth| from.hash(nth)));
+    let mut nth = 0;
+    from.for_each_owner(|slot, owned| {
+        to.put_owner(nth, slot, owned, written);
+        nth += 1;
+    });
 }
