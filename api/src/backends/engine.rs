@@ -192,13 +192,13 @@ impl EngineMetrics {
             | "sglang:prompt_tokens_total"
             | "llamacpp:prompt_tokens_total"
             | "dynamo_frontend_input_sequence_tokens_sum" => {
-                add_u64(&mut self.prompt_tokens, value)
+                add_u64(&mut self.prompt_tokens, value);
             }
             "sglang:max_total_num_tokens" => add_u64(&mut self.cache_tokens, value),
             "vllm:cache_config_info" => self.add_cache_config(sample),
             // Its blocks are told per worker, and not how many workers there are.
             "sglang:page_size" | "dynamo_frontend_model_kv_cache_block_size" => {
-                self.add_page_size(whole(value))
+                self.add_page_size(whole(value));
             }
             // The same before SGLang 0.5.12.
             "sglang:cache_config_info" => {

@@ -272,6 +272,11 @@ mod tests {
         );
         let cached = (shared.hit_rate * shared.prompt_tokens as f64).round() as u64;
         let used = shared.prompt_tokens - cached + 2 * shared.output_tokens;
-        assert_eq!(shared.charged, used);
+        // What the others charged since they last told is not known at the end.
+        assert!(
+            shared.charged <= used && shared.charged > used * 4 / 5,
+            "{} of {used}",
+            shared.charged
+        );
     }
 }

@@ -74,7 +74,7 @@ impl SimWorld<'_> {
     pub(super) fn choose_cell(&mut self, prompt: &SimPrompt, request: usize) -> usize {
         let plan = &self.plan.cells;
         let hashed = prompt.identity.chain.iter();
-        let key = hashed.take(plan.hashed_blocks as usize).last();
+        let key = hashed.take(plan.hashed_blocks as usize).next_back();
         let asked = PolicyRequest {
             jitter: xxh3_64(&request.to_le_bytes()),
             prefix_key: key.map_or_else(|| xxh3_64(&prompt.identity.tail.bytes), |block| block.0),
