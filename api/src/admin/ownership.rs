@@ -141,11 +141,7 @@ pub(super) async fn owners(
     let owners = block_owners(&admin, vec![hash]).await?.remove(&hash);
     let owners = owners.unwrap_or_default().into_iter();
     let owners = owners.map(|slot| BlockOwner {
-        backend: registry
-            .backends
-            .iter()
-            .find(|backend| backend.handle.slot == slot)
-            .map(|backend| backend.spec.id.clone()),
+        backend: registry.backend(slot).map(|it| it.spec.id.clone()),
         slot,
     });
     let owners = owners.collect();

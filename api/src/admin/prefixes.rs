@@ -157,10 +157,6 @@ fn shared(requests: &[Arc<RequestRecord>]) -> HashMap<BlockHash, SharedPrefix<'_
 }
 
 fn names_of(registry: &Registry, slots: &[Slot]) -> Vec<String> {
-    let in_slot = |slot: &Slot| {
-        let mut backends = registry.backends.iter();
-        backends.find(|it| it.handle.slot == *slot)
-    };
-    let backends = slots.iter().filter_map(in_slot);
+    let backends = slots.iter().filter_map(|slot| registry.backend(*slot));
     backends.map(|it| it.spec.id.clone()).collect()
 }
