@@ -7,12 +7,12 @@
 
 use std::sync::Arc;
 
-use state::admission::{AdmissionSettings, Concurrency, Order};
+use state::admission::Order;
 use state::policy::{ChwblSettings, PolicyConfig};
 
 use super::compare::{ComparisonCase, ComparisonCases};
 use super::events::Micros;
-use super::plan::{BLOCK_TOKENS, CellPlan, EngineModel, SimPlan};
+use super::plan::{BLOCK_TOKENS, CellPlan, SimPlan};
 use super::report::{ExperimentResult, RunReport};
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 use crate::engine::text::TOKEN_BYTES;
@@ -53,7 +53,7 @@ pub fn cases(seed: u64, horizon: Micros) -> ComparisonCases {
         }));
     }
     let workload = Arc::new(always_waiting());
-    let base = waiting_plan(seed, horizon);
+    let base = SimPlan::queueing(seed, 3 * horizon, Order::Vtc);
     let [ideal, bounded, hashed, _] = kinds(&base, FAIR_CELLS);
     let mut sharing = bounded.clone();
     sharing.cells.charges_every = Some(CHARGES_EVERY);
@@ -121,25 +121,6 @@ fn shared_prefixes(seed: u64, cells: u16, horizon: Micros) -> SimWorkload {
     mix.generate(seed)
 }
 
-fn waiting_plan(seed: u64, horizon: Micros) -> SimPlan {
-    let mut plan = SimPlan {
-        seed,
-        horizon: 3 * horizon,
-        admission: AdmissionSettings {
-            order: Order::Vtc,
-            concurrency: Concurrency::Fixed(16),
-            queue_max: u32::MAX,
-            wait_ms_max: u32::MAX,
-            ..AdmissionSettings::default()
-        },
-        ..SimPlan::default()
-    };
-    if let EngineModel::Continuous(shape) = &mut plan.engine {
-        shape.max_num_seqs = 24;
-    }
-    plan
-}
-
 /// Eight users who send more than an equal share of all cells; the prompts of every other one begin
 /// alike.
 fn always_waiting() -> SimWorkload {
@@ -197,34 +178,17 @@ fn judge(runs: &[RunReport]) -> Vec<ExperimentResult> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::{SECOND, mix, run};
     use super::*;
-
-    const SECOND: Micros = 1_000_000;
-
-    fn run(plan: &SimPlan, workload: &Arc<SimWorkload>) -> RunReport {
-        let case = ComparisonCase {
-            plan: plan.clone(),
-            workload: Arc::clone(workload),
-        };
-        let run = case.run(|_| {});
-        assert_eq!(run.faults, Vec::<String>::new(), "{}", plan.label);
-        run
-    }
 
     #[test]
     fn a_prefix_stays_in_its_cell_and_what_is_beyond_the_bound_goes_elsewhere() {
         let mix = Mix {
-            rate: 40.0,
             duration: 3 * SECOND,
             groups: 1,
-            group_tokens: 256,
-            lengths: LengthRange {
-                input: (16, 64),
-                output: (4, 16),
-            },
-            ..Mix::shared_prefix()
+            ..mix()
         };
-        let workload = Arc::new(mix.generate(1));
+        let workload = mix.generate(1);
         let base = SimPlan {
             horizon: 3 * SECOND,
             ..SimPlan::default()
@@ -259,8 +223,7 @@ mod tests {
         for user in &mut workload.users {
             user.backlog /= 4;
         }
-        let workload = Arc::new(workload);
-        let base = waiting_plan(2, 5 * SECOND);
+        let base = SimPlan::queueing(2, 15 * SECOND, Order::Vtc);
         let [_, bounded, ..] = kinds(&base, 3);
         let mut sharing = bounded.clone();
         sharing.cells.charges_every = Some(SECOND);

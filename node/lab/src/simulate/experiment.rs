@@ -66,26 +66,6 @@ impl Experiment {
     }
 }
 
-/// Small engines, so that a queue forms, which never queue themselves.
-fn queueing(seed: u64, horizon: u64, order: Order) -> SimPlan {
-    let mut plan = SimPlan {
-        seed,
-        horizon,
-        admission: AdmissionSettings {
-            order,
-            concurrency: Concurrency::Fixed(16),
-            queue_max: u32::MAX,
-            wait_ms_max: u32::MAX,
-            ..AdmissionSettings::default()
-        },
-        ..SimPlan::default()
-    };
-    if let EngineModel::Continuous(shape) = &mut plan.engine {
-        shape.max_num_seqs = 24;
-    }
-    plan
-}
-
 /// Users who send 1, 2, 3 and 4 times as much as they could be served.
 fn backlogged(weights: &[u32]) -> SimWorkload {
     let user = |number: usize| SimUser {
@@ -107,7 +87,7 @@ fn fairness(seed: u64, horizon: u64) -> ComparisonCases {
         for is_pinned in [false, true] {
             for order in [Order::Vtc, Order::Fcfs] {
                 let mut workload = backlogged(weights);
-                let mut plan = queueing(seed, horizon, order);
+                let mut plan = SimPlan::queueing(seed, horizon, order);
                 if is_pinned {
                     workload.pin(plan.replicas);
                 }
@@ -161,7 +141,7 @@ fn returning_user(seed: u64, horizon: u64) -> ComparisonCases {
     let case = |(order, label): (Order, &str)| ComparisonCase {
         plan: SimPlan {
             label: label.to_owned(),
-            ..queueing(seed, horizon, order)
+            ..SimPlan::queueing(seed, horizon, order)
         },
         workload: Arc::clone(&workload),
     };

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use state::admission::AdmissionSettings;
+use state::admission::{AdmissionSettings, Concurrency, Order};
 use state::policy::{ChwblSettings, CostSettings, PairSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
@@ -255,6 +255,26 @@ impl Default for CellPlan {
 }
 
 impl SimPlan {
+    /// Small engines, so that a queue forms, which never queue themselves.
+    pub(super) fn queueing(seed: u64, horizon: Micros, order: Order) -> Self {
+        let mut plan = Self {
+            seed,
+            horizon,
+            admission: AdmissionSettings {
+                order,
+                concurrency: Concurrency::Fixed(16),
+                queue_max: u32::MAX,
+                wait_ms_max: u32::MAX,
+                ..AdmissionSettings::default()
+            },
+            ..Self::default()
+        };
+        if let EngineModel::Continuous(shape) = &mut plan.engine {
+            shape.max_num_seqs = 24;
+        }
+        plan
+    }
+
     /// Engines of all cells.
     #[must_use]
     pub fn engines(&self) -> u32 {

@@ -12,10 +12,10 @@ use super::policies::SimPolicy;
 use super::report::RunReport;
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 
-const SECOND: u64 = 1_000_000;
+pub(super) const SECOND: u64 = 1_000_000;
 
 /// Short prompts in many groups, on engines that hold some of them.
-fn mix() -> Mix {
+pub(super) fn mix() -> Mix {
     Mix {
         rate: 40.0,
         duration: 4 * SECOND,
@@ -41,7 +41,7 @@ fn small() -> SimPlan {
     plan
 }
 
-fn run(plan: &SimPlan, workload: &SimWorkload) -> RunReport {
+pub(super) fn run(plan: &SimPlan, workload: &SimWorkload) -> RunReport {
     let case = ComparisonCase {
         plan: plan.clone(),
         workload: Arc::new(workload.clone()),
