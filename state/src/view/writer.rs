@@ -98,22 +98,18 @@ impl ViewWriter {
         let mut last = after;
         let mut rest = blocks;
         while let Some(&next) = rest.first() {
-            let mut added = last.map_or(0, |last| self.extend(slot, last, rest));
-            let from = match last {
-                Some(last) if added > 0 => usize::from(last.behind) + 1,
-                _ => {
-                    added = self.begin(slot, last, rest);
-                    0
+            let extended = last.map(|last| (last, self.extend(slot, last, rest)));
+            let (head, from, added) = match extended {
+                Some((last, added)) if added > 0 => {
+                    (last.head, usize::from(last.behind) + 1, added)
                 }
+                _ => (next, 0, self.begin(slot, last, rest)),
             };
-            (from..from + added).for_each(|behind| placed(behind as u8));
+            let until = from + added;
+            (from..until).for_each(|behind| placed(behind as u8));
             last = Some(BlockPlace {
-                head: if from == 0 {
-                    next
-                } else {
-                    last.map_or(next, |last| last.head)
-                },
-                behind: (from + added - 1) as u8,
+                head,
+                behind: (until - 1) as u8,
             });
             rest = &rest[added..];
         }
