@@ -36,7 +36,7 @@ use crate::routing::SharedOutbox;
 use rank::RankReader;
 
 /// Interval at which the assignments are checked.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// Delay before an engine is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
 

@@ -193,6 +193,22 @@ impl LoadTable {
             .unwrap_or_default()
     }
 
+    /// Nothing runs anywhere, so who tells the peers looks seldom: [`LoadTable::news`] then also
+    /// says when something begins, here or at a peer. What begins at this very moment may be told
+    /// one look later.
+    pub fn set_idle(&self) {
+        self.less.set_idle(true);
+    }
+
+    /// Whether nothing runs, here or at a peer heard from lately.
+    #[must_use]
+    pub fn is_idle(&self, now: Instant) -> bool {
+        let gauges = self.gauges.load();
+        let peers = self.peers.load();
+        let is_busy = |peer: &Arc<PeerLoad>| is_fresh(peer, now) && !peer.entries.is_empty();
+        gauges.iter().flatten().all(|gauge| gauge.load().is_zero()) && !peers.iter().any(is_busy)
+    }
+
     /// Told when the peers should be told at once: a place that they wait for fell free, or was
     /// handed over.
     #[must_use]
@@ -337,6 +353,9 @@ impl LoadTable {
         now: Instant,
     ) -> Result<(), LoadReportError> {
         let entries = read_report(report)?;
+        if !entries.is_empty() {
+            self.less.busy();
+        }
         let _writing = self.lock();
         let mut peers: Vec<_> = self
             .peers

@@ -34,6 +34,8 @@ use super::ticks::every;
 
 /// Interval at which this replica's load and backlog are checked.
 const INTERVAL: Duration = Duration::from_millis(20);
+/// The same while nothing runs or waits anywhere: the longest that counts as time of shares.
+const IDLE_INTERVAL: Duration = Duration::from_millis(state::shares::LOOK_MS_MAX);
 /// Version of a message without a backlog.
 const VERSION_IDLE: u8 = 1;
 /// Version of a message with a backlog.
@@ -210,7 +212,8 @@ pub(super) async fn tell(
     (clocks, figures): (Arc<ClusterClocks>, Arc<FigureBoard>),
     stop: CancellationToken,
 ) {
-    let mut ticks = every(INTERVAL);
+    let (mut ticks, mut idle_ticks) = (every(INTERVAL), every(IDLE_INTERVAL));
+    let mut is_idle = false;
     let mut reporter = LoadReporter::default();
     let (mut told, mut told_shares) = (Vec::new(), Vec::new());
     loop {
@@ -219,7 +222,8 @@ pub(super) async fn tell(
             () = stop.cancelled() => return,
             () = admission.turned() => {}
             () = load.news().notified() => {}
-            _ = ticks.tick() => {}
+            _ = ticks.tick(), if !is_idle => {}
+            _ = idle_ticks.tick(), if is_idle => {}
         }
         clocks.turn();
         admission.pass_time();
@@ -229,6 +233,10 @@ pub(super) async fn tell(
         shares.turn(now, sharers.as_deref().unwrap_or_default());
         let share_report = sharers.map_or_else(Vec::new, |_| shares.report());
         let backlog = admission.report();
+        is_idle = backlog.is_empty() && load.is_idle(now);
+        if is_idle {
+            load.set_idle();
+        }
         let is_news = backlog != told || !share_reports::is_same(&share_report, &told_shares);
         let load = match reporter.due(&load, now) {
             Some(report) => report,

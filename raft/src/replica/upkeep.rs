@@ -15,7 +15,7 @@ use crate::error::ChangeError;
 use crate::files::is_shortage;
 use crate::locks::lock;
 use crate::status::{Member, Role, Status};
-use crate::types::{self, Metrics, shown};
+use crate::types::{self, LogId, Metrics, Vote, shown};
 
 /// Refreshes the status whenever something it shows may have changed.
 pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
@@ -29,13 +29,56 @@ pub(super) async fn keep_status(inner: Arc<ReplicaInner>) {
     let mut is_running = true;
     loop {
         inner.refresh();
+        let shown = inner.with_metrics(ShownMetrics::of);
+        let shown_changes = async {
+            while metrics.changed().await.is_ok() {
+                inner.with_metrics(|metrics| inner.take_in(metrics));
+                if inner.with_metrics(ShownMetrics::of) != shown {
+                    return true;
+                }
+            }
+            false
+        };
         tokio::select! {
             biased;
-            changed = metrics.changed(), if is_running => is_running = changed.is_ok(),
+            is_changed = shown_changes, if is_running => is_running = is_changed,
             _ = fault.changed() => {}
             _ = waiting.changed() => {}
             _ = connected.changed() => {}
             _ = tick.tick() => {}
+        }
+    }
+}
+
+/// What of Raft's metrics the status shows at once. Raft's ticks and acknowledged heartbeats change
+/// the rest, a hundred times a second and more; the next tick shows it.
+#[derive(PartialEq)]
+struct ShownMetrics {
+    is_running: bool,
+    vote: Vote,
+    state: ServerState,
+    leader: Option<u64>,
+    last_log: Option<u64>,
+    progress: [Option<LogId>; 5],
+    membership: Option<LogId>,
+}
+
+impl ShownMetrics {
+    fn of(metrics: &Metrics) -> Self {
+        Self {
+            is_running: metrics.running_state.is_ok(),
+            vote: metrics.vote,
+            state: metrics.state,
+            leader: metrics.current_leader,
+            last_log: metrics.last_log_index,
+            progress: [
+                metrics.local_committed,
+                metrics.cluster_committed,
+                metrics.last_applied,
+                metrics.snapshot,
+                metrics.purged,
+            ],
+            membership: *metrics.membership_config.log_id(),
         }
     }
 }
@@ -123,10 +166,7 @@ impl ReplicaInner {
         {
             self.fault.set(fatal.to_string());
         }
-        let leads = self.leads_with_quorum(&metrics);
-        self.has_quorum
-            .send_if_modified(|has_quorum| std::mem::replace(has_quorum, leads) != leads);
-        self.confirm(&metrics, leads);
+        let leads = self.take_in(&metrics);
         let status = self.status_of(&metrics, leads);
         self.status.send_if_modified(|old| {
             log_changes(old, &status);
@@ -136,6 +176,15 @@ impl ReplicaInner {
             }
             is_new
         });
+    }
+
+    /// Updates what is known of the quorum. Answers whether this replica leads with one.
+    fn take_in(&self, metrics: &Metrics) -> bool {
+        let leads = self.leads_with_quorum(metrics);
+        self.has_quorum
+            .send_if_modified(|has_quorum| std::mem::replace(has_quorum, leads) != leads);
+        self.confirm(metrics, leads);
+        leads
     }
 
     fn leads_with_quorum(&self, metrics: &Metrics) -> bool {

@@ -36,7 +36,7 @@ use crate::ids::{BackendRef, ReplicaId, SessionId};
 /// replica itself did not run does not count: it may have missed what it was told.
 pub const SILENT_MS: u64 = 500;
 /// The most that counts as time between two looks, in milliseconds.
-const LOOK_MS_MAX: u64 = 50;
+pub const LOOK_MS_MAX: u64 = 50;
 /// Requests that were started count as recent for this long at least, and twice as long at most.
 const RECENT_MS: u64 = 500;
 

@@ -40,9 +40,23 @@ pub(super) struct LessLoadSignal {
     ended: AtomicU64,
     /// Who tells the peers.
     pub(super) news: Arc<Notify>,
+    /// Whether who tells the peers looks seldom, as nothing runs: not 0.
+    is_idle: AtomicU32,
 }
 
 impl LessLoadSignal {
+    pub(super) fn set_idle(&self, is_idle: bool) {
+        self.is_idle.store(u32::from(is_idle), Relaxed);
+    }
+
+    /// Something runs from here on, here or at a peer. Read by all who dispatch, and written only
+    /// by the first of them.
+    pub(super) fn busy(&self) {
+        if self.is_idle.load(Relaxed) != 0 && self.is_idle.swap(0, Relaxed) != 0 {
+            self.news.notify_one();
+        }
+    }
+
     pub(super) fn ended(&self) -> u64 {
         self.ended.load(Relaxed)
     }
@@ -202,6 +216,7 @@ impl ReservedPlace {
         gauge
             .pending_prefill_tokens
             .fetch_add(pending_prefill_tokens, Relaxed);
+        gauge.less.busy();
         LoadGuard {
             gauge,
             pending_prefill_tokens: Some(pending_prefill_tokens),

@@ -24,6 +24,8 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The outbox as those who fill it and the driver share it. Every hold of the lock is short.
 pub struct SharedOutbox {
     outbox: Mutex<Outbox>,
+    /// Told when the first thing is queued, so that an idle driver sleeps.
+    queued: Notify,
     full: Notify,
     urgent: Notify,
 }
@@ -41,15 +43,21 @@ impl SharedOutbox {
     pub(in crate::routing) fn new(outbox: Outbox) -> Self {
         Self {
             outbox: Mutex::new(outbox),
+            queued: Notify::new(),
             full: Notify::new(),
             urgent: Notify::new(),
         }
     }
 
-    /// Changes the outbox; wakes the driver when an envelope is full.
+    /// Changes the outbox; wakes the driver when the first thing is queued, and when an envelope is
+    /// full.
     pub(in crate::routing) fn with<R>(&self, change: impl FnOnce(&mut Outbox) -> R) -> R {
         let mut outbox = self.lock();
+        let was_empty = outbox.is_empty();
         let result = change(&mut outbox);
+        if was_empty && !outbox.is_empty() {
+            self.queued.notify_one();
+        }
         if outbox.is_full() {
             self.full.notify_one();
         }
@@ -130,6 +138,12 @@ impl SharedOutbox {
         self.lock().is_empty()
     }
 
+    /// Whether nothing is queued, outstanding, or committed and not applied here.
+    fn is_idle(&self) -> bool {
+        let outbox = self.lock();
+        outbox.is_empty() && outbox.outstanding().is_none() && outbox.is_settled()
+    }
+
     /// How far the log is behind.
     #[must_use]
     pub fn status(&self) -> OutboxStatus {
@@ -177,7 +191,16 @@ impl OutboxDriver<'_> {
         let mut interval = tokio::time::interval(self.flush_interval);
         interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut flushed = Instant::now();
+        let mut is_idle = false;
         loop {
+            let on_time = async {
+                if is_idle {
+                    self.outbox.queued.notified().await;
+                    // What follows in this interval leaves with it.
+                    interval.reset();
+                }
+                interval.tick().await;
+            };
             let urgent = async {
                 self.outbox.urgent.notified().await;
                 tokio::time::sleep_until(flushed + self.flush_interval / URGENT_PART).await;
@@ -185,12 +208,14 @@ impl OutboxDriver<'_> {
             tokio::select! {
                 biased;
                 () = self.outbox.full.notified() => {}
-                _ = interval.tick() => {}
+                () = on_time => {}
                 () = urgent => {}
             }
             flushed = Instant::now();
-            if self.flush().await == FlushResult::Stopped {
-                return;
+            match self.flush().await {
+                FlushResult::One => is_idle = false,
+                FlushResult::Nothing => is_idle = self.outbox.is_idle(),
+                FlushResult::Stopped => return,
             }
         }
     }

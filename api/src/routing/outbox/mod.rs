@@ -457,6 +457,11 @@ impl Outbox {
             && self.notes.is_empty()
     }
 
+    /// Whether all that is committed is applied here, as of the last [`Outbox::settle`].
+    pub fn is_settled(&self) -> bool {
+        self.settling.is_empty()
+    }
+
     /// Takes out of the overlay what is applied up to `applied`.
     pub fn settle(&mut self, applied: LogIndex) {
         while let Some(settled) = self.settling.pop_front_if(|it| it.index <= applied) {
