@@ -149,6 +149,11 @@ proptest! {
                 for slot in 0..SLOTS {
                     let by_position = view.match_by_position(chain, Slot(slot));
                     prop_assert_eq!(by_position, prefix(slot));
+                    for known in [1, by_position / 2, by_position] {
+                        let known = known.min(by_position);
+                        let further = view.match_from(chain, Slot(slot), known);
+                        prop_assert_eq!(further, by_position, "from {}", known);
+                    }
                 }
             }
         }

@@ -220,7 +220,8 @@ impl Dispatcher {
         chain: &[state::ids::BlockHash],
         matched: u32,
     ) -> usize {
-        let applied = self.view.blocks.match_by_position(chain, backend.slot);
+        let blocks = &self.view.blocks;
+        let applied = blocks.match_from(chain, backend.slot, matched);
         let mut held = matched.max(applied);
         self.overlay
             .extend(chain, std::iter::once((backend, &mut held)));

@@ -106,17 +106,25 @@ pub(super) fn match_prefix<const W: usize>(
     });
 }
 
-/// Returns how many leading blocks of `chain` `slot` owns.
-pub(super) fn match_slot(chain: &[BlockHash], tables: &Tables<'_>, slot: Slot) -> u32 {
+/// Returns how many leading blocks of `chain` `slot` owns, of which `known` were found before: the
+/// search begins there. 0 if these are not owned any more.
+pub(super) fn match_slot(
+    chain: &[BlockHash],
+    tables: &Tables<'_>,
+    slot: Slot,
+    known: usize,
+) -> u32 {
     let is_owner = |head: &BlockHash| {
         let segment = tables.segment(*head);
         segment.is_some_and(|segment| segment.has_owner(slot.0))
     };
-    if !chain.first().is_some_and(is_owner) {
+    // The last window whose head is owned lies in `from..to`.
+    let mut to = chain.len().div_ceil(SEGMENT_BLOCKS);
+    let mut from = known.min(chain.len()).saturating_sub(1) / SEGMENT_BLOCKS;
+    let first = chain.get(from * SEGMENT_BLOCKS);
+    if !first.is_some_and(is_owner) {
         return 0;
     }
-    // The last window whose head is owned lies in `from..to`.
-    let (mut from, mut to) = (0, chain.len().div_ceil(SEGMENT_BLOCKS));
     while to - from > 1 {
         let middle = from + (to - from) / 2;
         if is_owner(&chain[middle * SEGMENT_BLOCKS]) {

@@ -126,7 +126,14 @@ impl BlockView {
     /// [`BlockView::match_prefix`] for that backend.
     #[must_use]
     pub fn match_by_position(&self, chain: &[BlockHash], slot: Slot) -> u32 {
-        self.read(|tables| matching::match_slot(chain, tables, slot))
+        self.read(|tables| matching::match_slot(chain, tables, slot, 0))
+    }
+
+    /// Returns the same where the first `known` blocks were found to be owned: it looks at what
+    /// follows them. Returns less than `known` if they are not owned any more.
+    #[must_use]
+    pub fn match_from(&self, chain: &[BlockHash], slot: Slot, known: u32) -> u32 {
+        self.read(|tables| matching::match_slot(chain, tables, slot, known as usize))
     }
 
     /// Runs `read` on the tables as they are published now. Those that the writer replaces meanwhile

@@ -338,6 +338,10 @@ proptest! {
                 prop_assert_eq!(matched(writer.view(), &chain), expected);
                 let by_position = writer.view().match_by_position(&chain, slot);
                 prop_assert_eq!(by_position, all[&slot].matched(path));
+                for known in 0..=by_position {
+                    let further = writer.view().match_from(&chain, slot, known);
+                    prop_assert_eq!(further, by_position, "from {}", known);
+                }
             }
         }
         let pairs = all.values().map(|owned| owned.0.len() as u64).sum::<u64>();
