@@ -22,7 +22,7 @@ use std::time::Duration;
 use schemars::JsonSchema;
 use serde::Serialize;
 use state::command::BACKENDS_MAX;
-use state::ids::{BackendRef, UserKey};
+use state::ids::{BackendRef, Slot, UserKey};
 use tokio::time::Instant;
 
 use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering::Relaxed};
@@ -254,11 +254,11 @@ impl CircuitBreakers {
         };
         let mut circuit = cell.lock();
         if circuit.backend != Some(backend) {
-            self.close(cell, &mut circuit, backend);
+            self.close(cell, &mut circuit, Some(backend));
         }
         let was_open = circuit.openings > 0;
         if was_open {
-            self.close(cell, &mut circuit, backend);
+            self.close(cell, &mut circuit, Some(backend));
         }
         circuit.note(Some(user), false);
         circuit.answered_us = Some(self.micros(now));
@@ -287,7 +287,7 @@ impl CircuitBreakers {
         };
         let mut circuit = cell.lock();
         if circuit.backend != Some(backend) {
-            self.close(cell, &mut circuit, backend);
+            self.close(cell, &mut circuit, Some(backend));
         }
         if user.is_none() {
             circuit.answered_us = None;
@@ -338,8 +338,15 @@ impl CircuitBreakers {
         }
     }
 
+    /// The slot is empty: its circuit is nobody's.
+    pub(super) fn forget(&self, slot: Slot) {
+        if let Some(cell) = self.cells.get(usize::from(slot.0)) {
+            self.close(cell, &mut cell.lock(), None);
+        }
+    }
+
     /// Makes it the closed circuit of `backend`. `circuit` is that of `cell`.
-    fn close(&self, cell: &BreakerCell, circuit: &mut CircuitBreaker, backend: BackendRef) {
+    fn close(&self, cell: &BreakerCell, circuit: &mut CircuitBreaker, backend: Option<BackendRef>) {
         *circuit = circuit.anew(backend);
         if cell.closed_until_us.swap(0, Relaxed) != 0 {
             self.not_closed.fetch_sub(1, Relaxed);
@@ -421,9 +428,9 @@ impl CircuitBreaker {
     }
 
     /// Returns a closed circuit. Half-open requests in flight do not belong to it.
-    fn anew(&self, backend: BackendRef) -> Self {
+    fn anew(&self, backend: Option<BackendRef>) -> Self {
         Self {
-            backend: Some(backend),
+            backend,
             trials: self.trials,
             ..Self::default()
         }

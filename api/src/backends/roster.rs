@@ -52,6 +52,7 @@ impl<W> SlotTable<W> {
             let is_there = known.is_some_and(|backend| backend.spec.id == entry.id);
             if !is_there {
                 backends.board.unregister(*slot);
+                backends.circuits.forget(*slot);
                 backends.changed();
             }
             is_there

@@ -183,3 +183,18 @@ fn zero_failures_never_open() {
     }
     assert!(circuits.allows(backend(1), ada, now));
 }
+
+#[test]
+fn a_circuit_goes_with_its_backend() {
+    let (circuits, now) = opened();
+    assert_eq!(circuits.not_closed.load(Relaxed), 1);
+    circuits.forget(backend(1).slot);
+    assert_eq!(
+        circuits.not_closed.load(Relaxed),
+        0,
+        "decisions look at none of them again"
+    );
+    assert!(circuits.allows(backend(1), ada, now));
+    circuits.forget(backend(1).slot);
+    assert_eq!(circuits.not_closed.load(Relaxed), 0);
+}
