@@ -329,6 +329,7 @@ impl HealthTable {
     }
 
     /// Returns the figures for a decision; `None` if the slot is empty.
+    #[inline]
     pub(crate) fn glance(&self, slot: Slot) -> Option<Glance> {
         let glance = self.glances.get(usize::from(slot.0))?;
         Glance::unpack(glance.load(Ordering::Acquire))

@@ -264,6 +264,7 @@ impl Backends {
 
     /// Returns the part of [`Backends::health`] that a decision needs, with one atomic load and no
     /// shared write. `None` if `slot` is empty.
+    #[inline]
     #[must_use]
     pub fn glance(&self, slot: Slot) -> Option<Glance> {
         self.board.glance(slot)

@@ -132,7 +132,7 @@ impl Decider {
             prefill,
             record,
         } = chosen?;
-        let backend = fleet.registry.backends[at].handle;
+        let backend = fleet.handle(at);
         let user = || user_of(&fleet, ask);
         let entered = match doubt {
             Doubt::Nobody | Doubt::Answering => self.backends.enter(backend, user, now),
@@ -300,10 +300,7 @@ impl Decider {
         chain: &[BlockHash],
         scratch: &mut DecisionScratch,
     ) {
-        let handles = scratch
-            .places
-            .iter()
-            .map(|&at| fleet.registry.backends[at].handle);
+        let handles = scratch.places.iter().map(|&at| fleet.handle(at));
         let matches = scratch
             .candidates
             .iter_mut()
@@ -320,7 +317,7 @@ impl Decider {
         self.load.add_each(
             now,
             candidates.len(),
-            |i| fleet.registry.backends[places[i]].handle,
+            |i| fleet.handle(places[i]),
             |i, load| {
                 let candidate = &mut candidates[i];
                 candidate.running = candidate.running.saturating_add(load.running);

@@ -16,8 +16,11 @@ impl Decider {
     ) {
         let evictions = self.view.evictions();
         for (candidate, at) in scratch.candidates.iter_mut().zip(&scratch.places) {
-            let backend = fleet.registry.backends[*at].handle;
-            let Some(coming) = evictions.get(backend).filter(|_| candidate.matched > 0) else {
+            if candidate.matched == 0 {
+                continue;
+            }
+            let backend = fleet.handle(*at);
+            let Some(coming) = evictions.get(backend) else {
                 continue;
             };
             let under_way = (candidate.running, self.overlay.blocks(backend));

@@ -28,6 +28,8 @@ pub(super) struct RoutingTable {
     of_models: BTreeMap<String, Arc<PolicyConfig>>,
     /// By place in `registry.backends`.
     names: Vec<Arc<str>>,
+    /// Beside each other, as the registry's entries lie far apart.
+    handles: Vec<BackendRef>,
     meters: Vec<Arc<BackendMeter>>,
     /// Where a gateway can send requests for them.
     endpoints: Vec<Option<SocketAddr>>,
@@ -76,6 +78,9 @@ impl RoutingTable {
                 .filter_map(Backend::capacity_blocks)
                 .min(),
             names: ids().map(Arc::from).collect(),
+            handles: (registry.backends.iter())
+                .map(|backend| backend.handle)
+                .collect(),
             endpoints: (registry.backends.iter())
                 .map(|backend| endpoint_of(&backend.spec.url))
                 .collect(),
@@ -149,6 +154,10 @@ impl RoutingTable {
     /// Where a gateway can send requests for the backend at a place of the registry; `None`: nowhere.
     pub(super) fn endpoint(&self, at: usize) -> Option<SocketAddr> {
         self.endpoints[at]
+    }
+
+    pub(super) fn handle(&self, at: usize) -> BackendRef {
+        self.handles[at]
     }
 
     pub(super) fn name(&self, at: usize) -> &Arc<str> {

@@ -178,7 +178,7 @@ impl Decider {
         Ok(PairDecision {
             decode: pair.decode,
             prefill: PrefillRecord {
-                backend: fleet.registry.backends[at].handle,
+                backend: fleet.handle(at),
                 name: Arc::clone(fleet.name(at)),
                 handover: pair.handover,
                 choice: pair.prefill,

@@ -562,7 +562,7 @@ fn best(
         order.sort_unstable();
     }
     let seen = |at: &usize| SeenBackend {
-        handle: fleet.registry.backends[scratch.places[*at]].handle,
+        handle: fleet.handle(scratch.places[*at]),
         verdict: FilterVerdict::Candidate,
         numbers: scratch.candidates[*at],
     };

@@ -67,7 +67,7 @@ impl Decider {
             }
             let handles = |scratch: &DecisionScratch| -> Vec<BackendRef> {
                 let places = scratch.places.iter();
-                let handles = places.map(|at| fleet.registry.backends[*at].handle);
+                let handles = places.map(|at| fleet.handle(*at));
                 handles.collect()
             };
             let mut wanted = handles(scratch);
