@@ -35,11 +35,15 @@ TOOLS = {"nginx": "nginx-light", "wrk": "wrk", "taskset": "util-linux"}
 
 def arguments():
     here = pathlib.Path(__file__).resolve().parent
-    told = "; ".join(f"{name}: {run.__doc__}" for name, (run, _) in RACES.items())
+    told = "\n".join(f"  {name:10}{run.__doc__}" for name, (run, _) in RACES.items())
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog=f"races:\n{told}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("races", nargs="*", metavar="RACE", help=f"{told} [basic]; all: all of them")
+    parser.add_argument(
+        "races", nargs="*", metavar="RACE", help="as below, or all of them: all [basic]"
+    )
     program = here.parents[1] / "target/release/quorate"
     parser.add_argument("--quorate", default=program, help="the program [%(default)s]")
     parser.add_argument("--routers", help="virtual environment with routers from PyPI")

@@ -14,11 +14,8 @@ SAMPLES_A_SECOND = 1999
 KERNEL_FROM = 1 << 63
 ALLOCATOR = re.compile(r"^_?mi_|^(malloc|calloc|realloc|free|aligned_alloc)$|__rust_(de|re)?alloc")
 REPLICATION = re.compile(r"\b(openraft\w*|raft|sled)::|\bstate::(\w+::)*apply")
-PARTS = {
-    "kernel": lambda stack: stack[0][0] >= KERNEL_FROM,
-    "allocator": lambda stack: ALLOCATOR.search(stack[0][1]),
-    "replication": lambda stack: any(REPLICATION.search(name) for _, name in stack),
-}
+# Threads that do nothing else.
+REPLICATES = re.compile(r"^(raft|sled)-")
 SHOWN = 12
 
 
@@ -87,7 +84,7 @@ def profile(args, stage, replica, load):
             recorder.wait()
     if recorder.returncode:
         return skip("parts of the program", f"perf: {told.strip()}")
-    parts_table(stacks(data))
+    parts_table(list(samples_in(data)))
 
 
 def has_symbols(program):
@@ -98,28 +95,51 @@ def has_symbols(program):
     return ".symtab" in told
 
 
-def stacks(data):
-    """Stacks of the samples, innermost frame first: addresses and names."""
+class Sample:
+    """Where a thread was: its frames, innermost first, as addresses and names."""
+
+    def __init__(self, thread, frames):
+        self.thread, self.frames = thread, frames
+
+    def function(self):
+        address, name = self.frames[0]
+        return "the kernel" if address >= KERNEL_FROM else name
+
+    def replicates(self):
+        return bool(REPLICATES.search(self.thread)) or any(
+            REPLICATION.search(name) for _, name in self.frames
+        )
+
+    def part(self):
+        if self.function() == "the kernel":
+            return "kernel"
+        if ALLOCATOR.search(self.function()):
+            return "allocator"
+        return "replication" if self.replicates() else "the rest"
+
+
+def samples_in(data):
     command = ["perf", "script", "--no-inline", "-i", str(data), "-F", "comm,tid,ip,sym"]
     told = subprocess.run(command, capture_output=True, text=True).stdout
     for sample in told.split("\n\n"):
         frames = re.findall(r"^\s+([0-9a-f]+) (.+)$", sample, re.MULTILINE)
         if frames:
-            yield [(int(address, 16), name) for address, name in frames]
+            thread = sample.lstrip("\n").split(None, 1)[0]
+            yield Sample(thread, [(int(address, 16), name) for address, name in frames])
 
 
 def parts_table(samples):
-    parts, own = collections.Counter(), collections.Counter()
-    depth = 0
-    for stack in samples:
-        part = next((name for name, holds in PARTS.items() if holds(stack)), "the rest")
-        parts[part] += 1
-        own["the kernel" if part == "kernel" else stack[0][1]] += 1
-        depth += len(stack)
-    total = parts.total()
+    """Stacks may be cut short where frames have no pointers: replication is at least what it says."""
+    total = len(samples)
     if not total:
         return skip("parts of the program", "perf took no samples")
-    rows = [[name, f"{parts[name] / total:.1%}"] for name in [*PARTS, "the rest"]]
-    table([f"part ({total} samples, {depth / total:.0f} frames deep on average)", "share"], rows)
+    parts = collections.Counter(sample.part() for sample in samples)
+    parts["replication with its share of kernel and allocator"] = sum(
+        sample.replicates() for sample in samples
+    )
+    depth = sum(len(sample.frames) for sample in samples) / total
+    rows = [[part, f"{count / total:.1%}"] for part, count in parts.most_common()]
+    table([f"part ({total} samples, {depth:.0f} frames deep on average)", "share"], rows)
+    own = collections.Counter(sample.function() for sample in samples)
     rows = [[f"`{name}`", f"{count / total:.1%}"] for name, count in own.most_common(SHOWN)]
     table(["function, without those it calls", "share"], rows)
