@@ -238,12 +238,11 @@ class LostLead(Exception):
 
 
 class Member(Subject):
-    """A replica of a cluster as the only one of it on the subject's core; the others share the
-    load's."""
+    """The replica of a cluster that has the wanted role, as the only one of it on the subject's core.
+    The others share the load's."""
 
     def __init__(self, name, cluster, wanted):
         self.name, self.scheme, self.cluster, self.wanted = name, "http", cluster, wanted
-        self.others_us = []
 
     def take_core(self):
         self.chosen = next(one for one in self.cluster if one.role() == self.wanted)
@@ -265,15 +264,11 @@ class Member(Subject):
         return row, cpu_others / told.requests
 
 
-class Alone(Member):
-    """One replica, with no others to move."""
-
-
 def replicas(args):
     """What replication costs the one that is asked. The others' CPU is not its own."""
     with Stage(args) as stage:
         engines = start_engines(stage)
-        alone = Alone("one replica", start_replicas(stage, engines, 1), "leader")
+        alone = Member("one replica", start_replicas(stage, engines, 1), "leader")
         cluster = start_replicas(stage, engines, 3)
         members = [
             alone,
