@@ -16,12 +16,13 @@ import sys
 import tempfile
 import urllib.request
 
-import race
+from programs import SUBJECT_CORE, Process, free_ports, get
+from stream_engine import EVENT, fixed_answer
+from subjects import BACKEND, QUORATE, wait_for_leader
 
 WARM_REQUESTS = 12_000
 CONNECTIONS = 16
 PROMPT = "All prompts of this measurement begin alike. " * 22
-FIRST_EVENT = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"content":"yes"}}]}\n\n'
 # What would refuse so many, or keep them from starting.
 ROOM = """
 [limits]
@@ -57,31 +58,17 @@ class Engine:
                     writer.write(
                         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
                         b"transfer-encoding: chunked\r\n\r\n"
-                        + b"%x\r\n%s\r\n" % (len(FIRST_EVENT), FIRST_EVENT)
+                        + b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
                     )
                     await writer.drain()
                     await reader.read(1)
                     return
-                self.answer(writer, path)
+                writer.write(fixed_answer(path))
                 await writer.drain()
         except (asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
-
-    def answer(self, writer, path):
-        kind, status, text = "application/json", "200 OK", race.ANSWER
-        if path == b"/v1/models":
-            text = '{"object":"list","data":[{"id":"m","object":"model"}]}'
-        elif path == b"/metrics":
-            kind, text = "text/plain", "vllm:num_requests_running 0\n"
-        elif path == b"/health":
-            text = ""
-        elif not path.startswith(b"/v1/chat"):
-            status, text = "404 Not Found", ""
-        body = text.encode()
-        head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
 
 
 class Client:
@@ -180,9 +167,9 @@ class Replica:
     def __init__(self, folder, quorate, engines, more):
         home = folder / "replica"
         home.mkdir()
-        data, self.admin, peer = race.free_ports(3)
+        data, self.admin, peer = free_ports(3)
         config = home / "quorate.toml"
-        text = race.QUORATE.format(
+        text = QUORATE.format(
             id=1,
             folder=home,
             data=data,
@@ -190,15 +177,14 @@ class Replica:
             peer=peer,
             peers=f'"127.0.0.1:{peer}"',
             replicas=1,
-            first=engines[0],
-            second=engines[1],
         )
+        text += "".join(BACKEND.format(number=n + 1, port=port) for n, port in enumerate(engines))
         config.write_text(text + more)
         command = [quorate, "serve", "--config", config]
-        self.process = race.Process(folder, "replica", race.SUBJECT_CORE, command)
+        self.process = Process(folder, "replica", SUBJECT_CORE, command)
         self.port = data
         try:
-            race.wait_for_leader([self.admin])
+            wait_for_leader([self.admin])
         except BaseException:
             self.process.stop()
             raise
@@ -218,14 +204,14 @@ class Replica:
             answer.read()
 
     def waiting(self):
-        told = race.get(self.admin, "/metrics").splitlines()
+        told = get(self.admin, "/metrics").splitlines()
         lines = [line for line in told if line.startswith("quorate_admission_waiting ")]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 async def measure(args, name, hold, count, more):
     engine = Engine()
-    ports = race.free_ports(2)
+    ports = free_ports(2)
     servers = [
         await asyncio.start_server(engine.serve, "127.0.0.1", port, backlog=4096) for port in ports
     ]

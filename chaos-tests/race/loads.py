@@ -1,0 +1,87 @@
+"""Loads of a race, from wrk and h2load."""
+
+import collections
+import itertools
+import json
+import re
+import subprocess
+import sys
+
+from programs import LOAD_CORE
+
+SIZES = {"1 KB": 1024, "32 KB": 32 * 1024}
+# Bytes at the end of a prompt that differ from request to request.
+DIFFERENT = 64
+FIRST = itertools.count(1)
+
+# Requests answered, their median latency in microseconds (of h2load: their mean).
+Load = collections.namedtuple("Load", "requests p50")
+
+# Each prompt ends in a number of its own.
+WRK = """
+local shared = string.rep("All prompts of this race begin alike. ", {repeats}):sub(1, {shared})
+local head = '{{"model":"m","max_tokens":{tokens},{stream}"messages":[{{"role":"user","content":"' .. shared
+local sent = {first}
+request = function()
+    sent = sent + 1
+    local body = head .. string.format("%0{different}d", sent) .. '"}}]}}'
+    return wrk.format("POST", "/v1/chat/completions", {{["content-type"] = "application/json"}}, body)
+end
+"""
+
+
+def wrk(stage, subject, size, connections, seconds, events=None):
+    """Loads a subject over HTTP/1.1, with streams of so many events if told."""
+    shared = size - DIFFERENT
+    script = stage.folder / "load.lua"
+    script.write_text(
+        WRK.format(
+            repeats=shared // 38 + 1,
+            shared=shared,
+            different=DIFFERENT,
+            first=next(FIRST) * 100_000_000,
+            tokens=events or 1,
+            stream='"stream":true,' if events else "",
+        )
+    )
+    command = ["taskset", "-c", LOAD_CORE, "wrk", "-t1", f"-c{connections}", f"-d{seconds}s"]
+    command += ["--timeout", "10s", "--latency", "-s", str(script), subject.url()]
+    told = run(command)
+    failed = re.search(r"Non-2xx or 3xx responses: (\d+)|Socket errors: (.*)", told)
+    if failed:
+        sys.exit(f"{subject.name}: {failed.group(0)}")
+    requests = int(re.search(r"(\d+) requests in", told).group(1))
+    value, unit = re.search(r"50%\s+([\d.]+)(us|ms|s)", told).groups()
+    return Load(requests, microseconds(value, unit))
+
+
+def h2load(stage, subject, size, connections, streams, seconds):
+    """Loads a subject over HTTP/2 without TLS. All prompts are alike: h2load has one body."""
+    body = stage.folder / f"body-{size}.json"
+    prompt = ("All prompts of this race are alike. " * (size // 36 + 1))[:size]
+    message = {"role": "user", "content": prompt}
+    body.write_text(json.dumps({"model": "m", "max_tokens": 1, "messages": [message]}))
+    command = ["taskset", "-c", LOAD_CORE, "h2load", "-t1", "-c", str(connections)]
+    command += ["-m", str(streams), "-D", str(seconds), "-d", str(body)]
+    command += ["-H", "content-type: application/json", f"{subject.url()}/v1/chat/completions"]
+    told = run(command)
+    good, *bad = map(
+        int,
+        re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", told).groups(),
+    )
+    bad += map(int, re.search(r"(\d+) failed, (\d+) errored, (\d+) timeout", told).groups())
+    if sum(bad) or not good:
+        sys.exit(f"{subject.name}: {told}")
+    mean = re.search(r"time for request:\s+\S+\s+\S+\s+([\d.]+)(us|ms|s)", told)
+    return Load(good, microseconds(*mean.groups()))
+
+
+def run(command):
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        sys.exit(f"{' '.join(command)}: {ended.stdout}{ended.stderr}")
+    return ended.stdout
+
+
+def microseconds(value, unit):
+    return float(value) * {"us": 1, "ms": 1e3, "s": 1e6}[unit]

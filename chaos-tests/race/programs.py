@@ -1,0 +1,136 @@
+"""Programs of a race: each on a core of its own, ended with the race, and how much CPU it took."""
+
+import collections
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import urllib.request
+
+SUBJECT_CORE, LOAD_CORE = "0", "1"
+TICK_US = 1_000_000 / os.sysconf("SC_CLK_TCK")
+# Certificates of a race are signed by nobody.
+ANY_CERTIFICATE = ssl.create_default_context()
+ANY_CERTIFICATE.check_hostname = False
+ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
+
+Cpu = collections.namedtuple("Cpu", "user kernel")
+
+
+def skip(what, why):
+    print(f"skipped: {what}: {why}", file=sys.stderr)
+
+
+def free_ports(count):
+    """Ports that nobody has."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def get(port, path, scheme="http"):
+    url = f"{scheme}://127.0.0.1:{port}{path}"
+    with urllib.request.urlopen(url, timeout=5, context=ANY_CERTIFICATE) as answer:
+        return answer.read().decode()
+
+
+def cpu_in(stat):
+    """CPU that a `stat` file of a process or thread tells, in microseconds."""
+    fields = stat.rsplit(")", 1)[1].split()
+    return Cpu(int(fields[11]) * TICK_US, int(fields[12]) * TICK_US)
+
+
+class Process:
+    """A program on a core, ended with the race."""
+
+    def __init__(self, folder, name, core, command):
+        self.log = open(folder / f"{name}.log", "ab")
+        command = ["taskset", "-c", core, *map(str, command)]
+        self.child = subprocess.Popen(
+            command, stdout=self.log, stderr=self.log, start_new_session=True
+        )
+
+    def members(self):
+        """Directories in /proc of the process and its children."""
+        for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, IndexError):
+                session = stat.read_text().rsplit(")", 1)[1].split()[3]
+                if int(session) == self.child.pid:
+                    yield stat.parent
+
+    def cpu(self):
+        """CPU of the process and its children so far."""
+        user = kernel = 0
+        for member in self.members():
+            with contextlib.suppress(OSError, IndexError):
+                taken = cpu_in((member / "stat").read_text())
+                user, kernel = user + taken.user, kernel + taken.kernel
+        return Cpu(user, kernel)
+
+    def cpu_us(self):
+        return sum(self.cpu())
+
+    def threads(self):
+        """CPU of each thread so far in microseconds, by its number: its name and its CPU. It is finer
+        than ticks, which round each thread's."""
+        threads = {}
+        for task in pathlib.Path(f"/proc/{self.child.pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                nanoseconds = int((task / "schedstat").read_text().split()[0])
+                threads[task.name] = ((task / "comm").read_text().strip(), nanoseconds / 1000)
+        return threads
+
+    def move(self, core):
+        """Moves all threads to a core."""
+        for member in self.members():
+            for task in (member / "task").iterdir():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(task.name), {int(core)})
+
+    def stop(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait()
+        self.log.close()
+
+
+class Stage:
+    """A folder and programs of one race. All of them end with it."""
+
+    def __init__(self, args):
+        self.args = args
+        self.processes = []
+
+    def __enter__(self):
+        self.temporary = tempfile.TemporaryDirectory(prefix="quorate-race-")
+        self.folder = pathlib.Path(self.temporary.name)
+        return self
+
+    def start(self, name, core, command):
+        process = Process(self.folder, name, core, command)
+        self.processes.append(process)
+        return process
+
+    def home(self, name):
+        home = self.folder / name
+        home.mkdir()
+        return home
+
+    def __exit__(self, kind, _error, _trace):
+        for process in self.processes:
+            process.stop()
+        if kind is not None and kind is not KeyboardInterrupt:
+            self.tell_logs()
+        self.temporary.cleanup()
+
+    def tell_logs(self):
+        for log in sorted(self.folder.glob("*.log")):
+            tail = log.read_text(errors="replace").splitlines()[-5:]
+            print(f"--- {log.name}", *tail, sep="\n", file=sys.stderr)

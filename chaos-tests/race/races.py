@@ -1,0 +1,312 @@
+"""The races: what is loaded how, and the table of each."""
+
+import collections
+import statistics
+import subprocess
+import sys
+import time
+
+from loads import SIZES, h2load, wrk
+from programs import LOAD_CORE, SUBJECT_CORE, Stage, free_ports, get
+from subjects import (
+    Certificate,
+    Subject,
+    start_engines,
+    start_nginx,
+    start_quorate,
+    start_replicas,
+    start_router,
+    wait_for,
+)
+
+CONNECTIONS = 16
+EVENTS = (32, 500)
+# How an engine's events come, and the milliseconds between two of a stream.
+PACES = {"as fast as the engine writes": 0, "in steps of 4 ms": 4}
+FLEETS = (1, 8, 64)
+
+# Medians: CPU in microseconds a request, median latency in microseconds, requests a second.
+Figures = collections.namedtuple("Figures", "cpu p50 rate")
+
+
+def measure(args, subjects, cases):
+    """Figures by (case, subject). `cases` has functions from a subject and seconds to a load."""
+    rows = {}
+    for round_ in range(args.rounds + 1):
+        for case, load in cases.items():
+            for subject in subjects:
+                seconds = args.seconds if round_ else 1
+                before = subject.cpu_us()
+                told = load(subject, seconds)
+                cpu = (subject.cpu_us() - before) / told.requests
+                if round_:  # The first warms up.
+                    row = Figures(cpu, told.p50, told.requests / seconds)
+                    rows.setdefault((case, subject.name), []).append(row)
+    return {key: medians(found) for key, found in rows.items()}
+
+
+def medians(rows):
+    return Figures(*(statistics.median(column) for column in zip(*rows)))
+
+
+def table(head, rows):
+    lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    print("\n".join(lines) + "\n", flush=True)
+
+
+def beside(value, base, digits=1):
+    """A figure, and how many times the base it is."""
+    return f"{value:.{digits}f} ({value / base:.2f})"
+
+
+def compare(subjects, cases, figures, peer):
+    """A table of CPU a request, beside the peer's."""
+    rows = []
+    for subject in subjects:
+        cells = [beside(figures[case, subject.name].cpu, figures[case, peer].cpu) for case in cases]
+        rows.append([subject.name, *cells])
+    table(["CPU us a request (times nginx)", *cases], rows)
+
+
+def basic(args):
+    """HTTP/1.1 in the clear: CPU and added latency, with other routers."""
+    with Stage(args) as stage:
+        engines = start_engines(stage)
+        subjects = [
+            Subject("engine", engines[0], []),
+            start_nginx(stage, engines),
+            start_quorate(stage, engines),
+            start_quorate(stage, engines, "quorate, 3 replicas on one core", replicas=3),
+            start_router(stage, engines, "sglang-router", ["sglang-router"]),
+            start_router(stage, engines, "vllm-router", ["vllm-router"]),
+            start_router(stage, engines, "SMG", ["smg", "launch"]),
+        ]
+        subjects = [subject for subject in subjects if subject]
+        cases = kept_connections(stage)
+        figures = measure(args, subjects, cases)
+        rows = []
+        for subject in subjects[1:]:
+            cells = []
+            for size in SIZES:
+                case = size, CONNECTIONS
+                cells.append(beside(figures[case, subject.name].cpu, figures[case, "nginx"].cpu))
+            for size in SIZES:
+                case = size, 1
+                direct = figures[case, "engine"].p50
+                added, base = (figures[case, who].p50 - direct for who in (subject.name, "nginx"))
+                cells.append(beside(added, base, 0))
+            rows.append([subject.name, *cells])
+        head = [f"{size}, {CONNECTIONS} connections: CPU us (times nginx)" for size in SIZES]
+        head += [f"{size}, 1 connection: added p50 us (times nginx)" for size in SIZES]
+        table(["", *head], rows)
+
+
+def kept_connections(stage, counts=(CONNECTIONS, 1)):
+    """Cases of wrk over connections that are kept, by (size, connections)."""
+    return {
+        (size, count): lambda subject, seconds, length=length, count=count: wrk(
+            stage, subject, length, count, seconds
+        )
+        for size, length in SIZES.items()
+        for count in counts
+    }
+
+
+def named(cases):
+    return {
+        f"{size}, {count} connection{'s' if count > 1 else ''}": load
+        for (size, count), load in cases.items()
+    }
+
+
+def http2(args):
+    """HTTP/2 in the clear from the clients, HTTP/1.1 to the engines."""
+    with Stage(args) as stage:
+        engines = start_engines(stage)
+        subjects = [start_nginx(stage, engines, http2=True), start_quorate(stage, engines)]
+        cases = {
+            f"{size}, {label}": lambda subject, seconds, length=length, shape=shape: h2load(
+                stage, subject, length, *shape, seconds
+            )
+            for size, length in SIZES.items()
+            for label, shape in {
+                "16 connections": (16, 1),
+                "1 connection of 16 streams": (1, 16),
+            }.items()
+        }
+        compare(subjects, cases, measure(args, subjects, cases), "nginx")
+
+
+def tls(args):
+    """TLS to the clients over kept connections, with the same in the clear beside it."""
+    with Stage(args) as stage:
+        engines = start_engines(stage)
+        certificate = Certificate(stage.folder)
+        encrypted = [
+            start_nginx(stage, engines, "nginx, TLS", certificate=certificate),
+            start_quorate(stage, engines, "quorate, TLS", certificate=certificate),
+        ]
+        clear = [start_nginx(stage, engines), start_quorate(stage, engines, "quorate")]
+        for subject in encrypted:
+            print(f"{subject.name}: {cipher(subject)}", file=sys.stderr)
+        cases = named(kept_connections(stage))
+        figures = measure(args, encrypted + clear, cases)
+        compare(encrypted, cases, figures, "nginx, TLS")
+        compare(clear, cases, figures, "nginx")
+
+
+def cipher(subject):
+    """What OpenSSL agrees with a subject on."""
+    command = ["openssl", "s_client", "-brief", "-connect", f"127.0.0.1:{subject.port}"]
+    told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True).stderr
+    wanted = ("Protocol version", "Ciphersuite")
+    return ", ".join(line for line in told.splitlines() if line.startswith(wanted))
+
+
+def streams(args):
+    """Streams of events over HTTP/1.1: CPU a request and an event."""
+    for pace, step in PACES.items():
+        with Stage(args) as stage:
+            ports = free_ports(2)
+            engine = args.here / "stream_engine.py"
+            stage.start("engine", LOAD_CORE, [sys.executable, engine, step, *ports])
+            wait_for("the engine answers", lambda: get(ports[0], "/events"))
+            subjects = [start_nginx(stage, ports), start_quorate(stage, ports)]
+            stream_table(args, stage, subjects, ports[0], pace)
+
+
+def stream_table(args, stage, subjects, engine, pace):
+    cases = {}
+    for events in EVENTS:
+        cases[f"{events} events"] = lambda subject, seconds, events=events: stream_load(
+            stage, subject, engine, events, seconds
+        )
+    figures = measure(args, subjects, cases)
+    rows = []
+    for subject in subjects:
+        cells = []
+        for events, case in zip(EVENTS, cases):
+            cpu, base = figures[case, subject.name].cpu, figures[case, "nginx"].cpu
+            each = f"{cpu / events:.2f}"
+            cells += [beside(cpu, base), each, f"{figures[case, subject.name].rate * events:.0f}"]
+        rows.append([subject.name, *cells])
+    head = [f"1 KB, {CONNECTIONS} connections, events {pace}"]
+    for case in cases:
+        head += [f"{case}: CPU us a request (times nginx)", "us an event", "events a second"]
+    table(head, rows)
+
+
+def stream_load(stage, subject, engine, events, seconds):
+    """Counts what the engine wrote: streams that the end of the load cuts have cost CPU too."""
+    before = int(get(engine, "/events"))
+    told = wrk(stage, subject, SIZES["1 KB"], CONNECTIONS, seconds, events)
+    written = int(get(engine, "/events")) - before
+    return told._replace(requests=written / events)
+
+
+def fleet(args):
+    """From one backend to many: CPU a request, and CPU while nothing is asked."""
+    with Stage(args) as stage:
+        all_engines = start_engines(stage, max(FLEETS))
+        subjects = []
+        for count in FLEETS:
+            engines = all_engines[:count]
+            subjects.append(start_nginx(stage, engines, f"nginx, {count}"))
+            subjects.append(start_quorate(stage, engines, f"quorate, {count}"))
+        cases = named(kept_connections(stage, counts=(CONNECTIONS,)))
+        figures = measure(args, subjects, cases)
+        idle = idle_cpu(subjects, args.seconds)
+        rows = []
+        for subject in subjects:
+            peer = subject.name.replace("quorate", "nginx")
+            cells = [beside(figures[case, subject.name].cpu, figures[case, peer].cpu) for case in cases]
+            rows.append([subject.name, *cells, f"{idle[subject.name]:.1f}"])
+        columns = [f"{case}: CPU us (times nginx)" for case in cases]
+        table(["backends", *columns, "idle: CPU ms a second"], rows)
+
+
+def idle_cpu(subjects, seconds):
+    """Milliseconds of CPU a second of each subject while nobody asks."""
+    before = {subject.name: subject.cpu_us() for subject in subjects}
+    time.sleep(seconds)
+    return {one.name: (one.cpu_us() - before[one.name]) / 1000 / seconds for one in subjects}
+
+
+class LostLead(Exception):
+    """Another replica leads than did when the load began."""
+
+
+class Member(Subject):
+    """The replica of a cluster that has the wanted role, as the only one of it on the subject's core.
+    The others share the load's."""
+
+    def __init__(self, name, cluster, wanted):
+        self.name, self.scheme, self.cluster, self.wanted = name, "http", cluster, wanted
+
+    def take_core(self):
+        self.chosen = next(one for one in self.cluster if one.role() == self.wanted)
+        self.port, self.processes = self.chosen.port, self.chosen.processes
+        for replica in self.cluster:
+            replica.process.move(SUBJECT_CORE if replica is self.chosen else LOAD_CORE)
+        time.sleep(0.5)
+
+    def load(self, load, seconds):
+        """The figures of a load during which it kept its role, and CPU of the others a request."""
+        self.take_core()
+        others = [one for one in self.cluster if one is not self.chosen]
+        before, before_others = self.cpu_us(), sum(one.cpu_us() for one in others)
+        told = load(self, seconds)
+        cpu, cpu_others = self.cpu_us() - before, sum(one.cpu_us() for one in others) - before_others
+        if self.chosen.role() != self.wanted:
+            raise LostLead
+        row = Figures(cpu / told.requests, told.p50, told.requests / seconds)
+        return row, cpu_others / told.requests
+
+
+def replicas(args):
+    """What replication costs the one that is asked. The others' CPU is not its own."""
+    with Stage(args) as stage:
+        engines = start_engines(stage)
+        alone = Member("one replica", start_replicas(stage, engines, 1), "leader")
+        cluster = start_replicas(stage, engines, 3)
+        members = [
+            alone,
+            Member("leader of three, asked", cluster, "leader"),
+            Member("follower of three, asked", cluster, "follower"),
+        ]
+        cases = named(kept_connections(stage, counts=(CONNECTIONS,)))
+        figures = {}
+        for round_ in range(args.rounds + 1):
+            for case, load in cases.items():
+                for member in members:
+                    row = keep_role(member, load, args.seconds if round_ else 1)
+                    if round_:
+                        figures.setdefault((case, member.name), []).append(row)
+        replica_table(members, cases, figures)
+
+
+def keep_role(member, load, seconds):
+    for _ in range(5):
+        try:
+            return member.load(load, seconds)
+        except (LostLead, StopIteration):
+            print(f"{member.name}: the lead changed; once more", file=sys.stderr)
+            time.sleep(1)
+    sys.exit(f"{member.name}: the lead changes during each load")
+
+
+def replica_table(members, cases, figures):
+    rows = []
+    for member in members:
+        cells = []
+        for case in cases:
+            row = medians([own for own, _ in figures[case, member.name]])
+            base = medians([own for own, _ in figures[case, members[0].name]])
+            others = statistics.median(other for _, other in figures[case, member.name])
+            cells += [beside(row.cpu, base.cpu), f"{others:.1f}", f"{row.rate:.0f}"]
+        rows.append([member.name, *cells])
+    head = ["alone on its core"]
+    for case in cases:
+        head += [f"{case}: its CPU us (times one replica)", "the others' CPU us", "requests a second"]
+    table(head, rows)
