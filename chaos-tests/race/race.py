@@ -18,6 +18,7 @@ import sys
 
 import races
 from programs import skip
+from log import log
 from split import split
 
 # Each race, and the tools that it needs besides those of all.
@@ -29,6 +30,7 @@ RACES = {
     "fleet": (races.fleet, {}),
     "replicas": (races.replicas, {}),
     "split": (split, {}),
+    "log": (log, {"ss": "iproute2"}),
 }
 TOOLS = {"nginx": "nginx-light", "wrk": "wrk", "taskset": "util-linux"}
 

@@ -136,7 +136,7 @@ class Replica(Subject):
 
     def __init__(self, name, ports, process, scheme):
         super().__init__(name, ports[0], [process], scheme)
-        self.admin, self.process = ports[1], process
+        self.admin, self.peer, self.process = ports[1], ports[2], process
 
     def role(self):
         return json.loads(get(self.admin, "/admin/v1/cluster"))["role"]
