@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 
-from programs import LOAD_CORE
 
 SIZES = {"1 KB": 1024, "32 KB": 32 * 1024}
 # Bytes at the end of a prompt that differ from request to request.
@@ -44,7 +43,7 @@ def wrk(stage, subject, size, connections, seconds, events=None):
             stream='"stream":true,' if events else "",
         )
     )
-    command = ["taskset", "-c", LOAD_CORE, "wrk", "-t1", f"-c{connections}", f"-d{seconds}s"]
+    command = ["taskset", "-c", stage.load_cores, "wrk", "-t1", f"-c{connections}", f"-d{seconds}s"]
     command += ["--timeout", "10s", "--latency", "-s", str(script), subject.url()]
     told = run(command)
     failed = re.search(r"Non-2xx or 3xx responses: (\d+)|Socket errors: (.*)", told)
@@ -61,7 +60,7 @@ def h2load(stage, subject, size, connections, streams, seconds):
     prompt = ("All prompts of this race are alike. " * (size // 36 + 1))[:size]
     message = {"role": "user", "content": prompt}
     body.write_text(json.dumps({"model": "m", "max_tokens": 1, "messages": [message]}))
-    command = ["taskset", "-c", LOAD_CORE, "h2load", "-t1", "-c", str(connections)]
+    command = ["taskset", "-c", stage.load_cores, "h2load", "-t1", "-c", str(connections)]
     command += ["-m", str(streams), "-D", str(seconds), "-d", str(body)]
     command += ["-H", "content-type: application/json", f"{subject.url()}/v1/chat/completions"]
     told = run(command)

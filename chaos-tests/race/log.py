@@ -8,7 +8,7 @@ import re
 import subprocess
 import time
 
-from programs import LOAD_CORE, Stage, free_ports, get
+from programs import Stage, free_ports, get
 from races import table
 from subjects import listens, start_replicas, wait_for
 
@@ -52,9 +52,10 @@ def start_emulated(stage, count=2):
     """Engines that cache blocks. Returns their ports."""
     ports = free_ports(count)
     for port in ports:
-        words = [stage.args.quorate, "engine", "--listen", f"127.0.0.1:{port}", "--model", "m", "--speed", "50"]
+        words = [stage.args.quorate, "engine", "--listen", f"127.0.0.1:{port}"]
+        words += ["--model", "m", "--speed", "50"]
         words += ["--num-gpu-blocks", CACHE_BLOCKS, "--block-size", BLOCK_TOKENS // SCALE]
-        stage.start(f"engine-{port}", LOAD_CORE, words)
+        stage.start(f"engine-{port}", stage.load_cores, words)
         wait_for(f"engine {port} listens", lambda: listens(port))
     return ports
 
@@ -105,7 +106,7 @@ def during(cluster, act):
 
 
 def replay(stage, cluster, trace):
-    command = ["taskset", "-c", LOAD_CORE, str(stage.args.quorate), "replay", "--trace", str(trace)]
+    command = ["taskset", "-c", stage.load_cores, str(stage.args.quorate), "replay", "--trace", str(trace)]
     command += ["--scale", f"1/{SCALE}", "--users", "27", "--json", "--target"]
     command += [",".join(replica.url() for replica in cluster)]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

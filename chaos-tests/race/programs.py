@@ -104,8 +104,9 @@ class Process:
 class Stage:
     """A folder and programs of one race. All of them end with it."""
 
-    def __init__(self, args):
+    def __init__(self, args, subject_cores=SUBJECT_CORE, load_cores=LOAD_CORE):
         self.args = args
+        self.subject_cores, self.load_cores = subject_cores, load_cores
         self.processes = []
 
     def __enter__(self):

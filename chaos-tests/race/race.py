@@ -29,6 +29,7 @@ RACES = {
     "streams": (races.streams, {}),
     "fleet": (races.fleet, {}),
     "replicas": (races.replicas, {}),
+    "cores": (races.cores, {}),
     "split": (split, {}),
     "log": (log, {"ss": "iproute2"}),
 }

@@ -24,6 +24,7 @@ EVENTS = (32, 500)
 # How an engine's events come, and the milliseconds between two of a stream.
 PACES = {"as fast as the engine writes": 0, "in steps of 4 ms": 4}
 FLEETS = (1, 8, 64)
+BOTH_CORES = f"{SUBJECT_CORE},{LOAD_CORE}"
 
 # Medians: CPU in microseconds a request, median latency in microseconds, requests a second.
 Figures = collections.namedtuple("Figures", "cpu p50 rate")
@@ -170,7 +171,7 @@ def streams(args):
         with Stage(args) as stage:
             ports = free_ports(2)
             engine = args.here / "stream_engine.py"
-            stage.start("engine", LOAD_CORE, [sys.executable, engine, step, *ports])
+            stage.start("engine", stage.load_cores, [sys.executable, engine, step, *ports])
             wait_for("the engine answers", lambda: get(ports[0], "/events"))
             subjects = [start_nginx(stage, ports), start_quorate(stage, ports)]
             stream_table(args, stage, subjects, ports[0], pace)
@@ -224,6 +225,28 @@ def fleet(args):
             rows.append([subject.name, *cells, f"{idle[subject.name]:.1f}"])
         columns = [f"{case}: CPU us (times nginx)" for case in cases]
         table(["backends", *columns, "idle: CPU ms a second"], rows)
+
+
+def cores(args):
+    """One core, and two that the load shares: what the subject's cores cost each other."""
+    rows, figures = [], {}
+    for label, places in {"one core": (SUBJECT_CORE, LOAD_CORE), "two": (BOTH_CORES, BOTH_CORES)}.items():
+        with Stage(args, *places) as stage:
+            engines = start_engines(stage)
+            subjects = [start_nginx(stage, engines), start_quorate(stage, engines)]
+            cases = named(kept_connections(stage, counts=(CONNECTIONS,)))
+            for (case, name), row in measure(args, subjects, cases).items():
+                figures[case, name, label] = row.cpu
+    for subject in subjects:
+        cells = []
+        for case in cases:
+            one, two = (figures[case, subject.name, label] for label in ("one core", "two"))
+            cells += [f"{one:.1f}, {two:.1f}", f"{2 * one / two:.2f}"]
+        rows.append([subject.name, *cells])
+    head = [""]
+    for case in cases:
+        head += [f"{case}: CPU us a request on one core, on two", "requests of two cores over one's"]
+    table(head, rows)
 
 
 def idle_cpu(subjects, seconds):

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 
-from programs import ANY_CERTIFICATE, LOAD_CORE, SUBJECT_CORE, free_ports, get, skip
+from programs import ANY_CERTIFICATE, free_ports, get, skip
 
 READY_SECONDS = 60
 
@@ -32,7 +32,7 @@ ANSWER = json.dumps(
 )
 
 NGINX = """
-worker_processes 1;
+worker_processes {workers};
 daemon off;
 pid {folder}/nginx.pid;
 error_log {folder}/error.log error;
@@ -162,7 +162,7 @@ class Certificate:
 def nginx(stage, name, core, servers):
     home = stage.home(name)
     config = home / "nginx.conf"
-    config.write_text(NGINX.format(folder=home, servers=servers))
+    config.write_text(NGINX.format(folder=home, servers=servers, workers=len(core.split(","))))
     return stage.start(name, core, ["nginx", "-c", config, "-p", home])
 
 
@@ -170,7 +170,7 @@ def start_engines(stage, count=2):
     """Starts engines that give a fixed answer. Returns their ports."""
     ports = free_ports(count)
     servers = "".join(ENGINE.format(port=port, answer=ANSWER) for port in ports)
-    nginx(stage, "engines", LOAD_CORE, servers)
+    nginx(stage, "engines", stage.load_cores, servers)
     return ports
 
 
@@ -182,7 +182,7 @@ def start_nginx(stage, engines, name="nginx", http2=False, certificate=None):
         protocol, scheme = "ssl", "https"
         more = PROXY_TLS.format(cert=certificate.cert, key=certificate.key)
     proxy = PROXY.format(port=port, members=members, protocol=protocol, more=more)
-    subject = Subject(name, port, [nginx(stage, name.replace(" ", "-"), SUBJECT_CORE, proxy)], scheme)
+    subject = Subject(name, port, [nginx(stage, name.replace(" ", "-"), stage.subject_cores, proxy)], scheme)
     if http2:  # Python has no client for it.
         wait_for(f"{name} listens", lambda: listens(port))
     else:
@@ -214,7 +214,7 @@ def start_replicas(stage, engines, replicas, certificate=None, quorate=None):
         config = home / f"{at + 1}.toml"
         config.write_text(text)
         command = [quorate or stage.args.quorate, "serve", "--config", config]
-        process = stage.start(f"{label}-{at + 1}", SUBJECT_CORE, command)
+        process = stage.start(f"{label}-{at + 1}", stage.subject_cores, command)
         cluster.append(
             Replica(f"replica {at + 1}", own, process, "https" if certificate else "http")
         )
@@ -243,7 +243,7 @@ def start_router(stage, engines, name, command):
     urls = [f"http://127.0.0.1:{engine}" for engine in engines]
     words = [program, *command[1:], "--host", "127.0.0.1", "--port", port]
     words += ["--prometheus-port", metrics, "--policy", "cache_aware", "--worker-urls", *urls]
-    subject = Subject(name, port, [stage.start(name.replace(" ", "-"), SUBJECT_CORE, words)])
+    subject = Subject(name, port, [stage.start(name.replace(" ", "-"), stage.subject_cores, words)])
     wait_until_it_answers(subject)
     return subject
 
