@@ -25,9 +25,9 @@ pub(crate) use access_file::ACCESS_FILE_EXPECTED;
 pub use access_file::{AccessFile, AccessFileMetrics, LineWriter};
 
 /// Default filter for dependencies that log each step of their work, each failed heartbeat of a
-/// peer known to be down, or each connection reset by a client. A filter that names them takes
-/// precedence.
-const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,tonic=warn";
+/// peer known to be down, each connection reset by a client, or each server name that is none. A
+/// filter that names them takes precedence.
+const QUIET: &str = "openraft=error,sled=warn,h2=error,hyper=warn,rustls::msgs=error,tonic=warn";
 
 /// Changes the filter of the log while it is written.
 #[derive(Clone)]
