@@ -31,7 +31,7 @@ const IN_CLUSTERS: &[InCluster] = &[
     ("raft.BarrierWithoutQuorum", "I41", PARTED, 6, 1),
     ("raft.BarrierNotAwaited", "I31", STOPPED, 6, 1),
     ("api.OutboxForgetsUnknown", "I38", CUT_SHORT, 4, 3),
-    ("api.OutboxRenumbersUnknown", "I38", CUT_SHORT, 6, 24),
+    ("api.OutboxRenumbersUnknown", "I38", CUT_SHORT, 6, 59),
     ("api.OutboxChargesUnknownAgain", "I38", CUT_SHORT, 6, 7),
     ("api.DrainingChosen", "I39", &[], 4, 3),
     ("api.ShareIgnored", "I70", &[], 4, 9),
