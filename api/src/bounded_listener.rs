@@ -10,7 +10,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::sleep;
 
-use crate::seldom::Seldom;
+use crate::seldom::LogRateLimit;
 
 /// Pause after a failed accept. The usual cause, a lack of descriptors, does not end at once.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -30,7 +30,7 @@ pub(crate) struct BoundedListener {
     places: Arc<Semaphore>,
     /// Who connects to it, for the log.
     clients: &'static str,
-    failures: Seldom,
+    failures: LogRateLimit,
 }
 
 impl BoundedListener {
@@ -43,7 +43,7 @@ impl BoundedListener {
             listener,
             places: Arc::new(Semaphore::new(connections_max)),
             clients,
-            failures: Seldom::new(1, TOLD_EVERY),
+            failures: LogRateLimit::new(1, TOLD_EVERY),
         }
     }
 

@@ -7,14 +7,14 @@ use tokio::time::Instant;
 
 /// Allows a number of lines per period and counts the suppressed ones.
 #[derive(Debug)]
-pub(crate) struct Seldom {
+pub(crate) struct LogRateLimit {
     lines_max: u32,
     period: Duration,
-    said: Mutex<Said>,
+    said: Mutex<LoggedLines>,
 }
 
 #[derive(Debug, Default)]
-struct Said {
+struct LoggedLines {
     /// Start of the period; `None` before the first line.
     since: Option<Instant>,
     /// Lines in the period.
@@ -23,7 +23,7 @@ struct Said {
     suppressed: u64,
 }
 
-impl Seldom {
+impl LogRateLimit {
     /// Allows at most `lines_max` lines per `period`.
     pub(crate) fn new(lines_max: u32, period: Duration) -> Self {
         Self {
@@ -56,7 +56,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_period_has_so_many_lines_and_the_next_one_tells_of_the_others() {
-        let seldom = Seldom::new(2, Duration::from_secs(10));
+        let seldom = LogRateLimit::new(2, Duration::from_secs(10));
         let said: Vec<_> = (0..5).map(|_| seldom.may_say()).collect();
         assert_eq!(said, [Some(0), Some(0), None, None, None]);
         tokio::time::advance(Duration::from_secs(9)).await;

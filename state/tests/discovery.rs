@@ -9,7 +9,7 @@ use common::{Driver, restored, snapshot, spec};
 use proptest::prelude::*;
 use state::command::{Command, Rejection, Reply};
 use state::discovery::{
-    Discovery, DiscoveryChange, EngineCondition, SourcePlan, SourceRules, ToldEngine,
+    Discovery, DiscoveryChange, EngineCondition, ListedEngine, SourcePlan, SourceRules,
 };
 use state::ids::BackendRef;
 
@@ -23,15 +23,15 @@ fn rules() -> SourceRules {
     }
 }
 
-fn told(id: &str, condition: EngineCondition) -> ToldEngine {
+fn told(id: &str, condition: EngineCondition) -> ListedEngine {
     let port = 1000 + u16::from(id.as_bytes()[id.len() - 1]);
-    ToldEngine {
+    ListedEngine {
         spec: spec(&format!("pods-{id}"), port, None),
         condition,
     }
 }
 
-fn ready(ids: &[&str]) -> Vec<ToldEngine> {
+fn ready(ids: &[&str]) -> Vec<ListedEngine> {
     let ids = ids.iter();
     ids.map(|id| told(id, EngineCondition::Ready)).collect()
 }
@@ -49,13 +49,13 @@ fn sound(driver: &Driver) {
     assert_eq!(copy.digest(), driver.state.digest());
 }
 
-fn plan(driver: &Driver, told: &[ToldEngine]) -> SourcePlan {
+fn plan(driver: &Driver, told: &[ListedEngine]) -> SourcePlan {
     let registry = driver.state.view().registry();
     SourcePlan::of(&rules(), told, &registry.fleet(), driver.state.now_ms())
 }
 
 /// Does what follows from an answer, until nothing does; returns all changes in short.
-fn follow(driver: &mut Driver, told: &[ToldEngine]) -> Vec<String> {
+fn follow(driver: &mut Driver, told: &[ListedEngine]) -> Vec<String> {
     let mut done = Vec::new();
     loop {
         let plan = plan(driver, told);
@@ -178,7 +178,7 @@ fn one_that_is_leaving_drains_at_once_and_is_not_put() {
 fn one_that_is_not_ready_drains_and_stays_unless_too_many_are() {
     let mut driver = Driver::new();
     follow(&mut driver, &ready(&["a", "b"]));
-    let not = |ids: &[&str]| -> Vec<ToldEngine> {
+    let not = |ids: &[&str]| -> Vec<ListedEngine> {
         let ids = ids.iter();
         ids.map(|id| told(id, EngineCondition::NotReady)).collect()
     };
@@ -312,7 +312,7 @@ fn id(engine: u8) -> String {
     format!("pods-{engine}")
 }
 
-fn answer(told_of: u8, not_ready: u8) -> Vec<ToldEngine> {
+fn answer(told_of: u8, not_ready: u8) -> Vec<ListedEngine> {
     let engines = (0..8_u8).filter(|engine| told_of & (1 << engine) != 0);
     let condition = |engine: u8| match not_ready & (1 << engine) {
         0 => EngineCondition::Ready,
@@ -325,12 +325,12 @@ fn answer(told_of: u8, not_ready: u8) -> Vec<ToldEngine> {
 
 /// What a history of answers must not do.
 #[derive(Default)]
-struct Witness {
+struct ApplyObserver {
     /// Backends of operators, with what they were put as.
     by_hand: BTreeMap<String, (BackendRef, state::Backend)>,
 }
 
-impl Witness {
+impl ApplyObserver {
     fn look(&self, driver: &Driver) {
         for (name, (handle, backend)) in &self.by_hand {
             let now = driver
@@ -342,7 +342,7 @@ impl Witness {
     }
 
     /// Does what follows from an answer, checking each change.
-    fn follow(&self, driver: &mut Driver, told: &[ToldEngine]) {
+    fn follow(&self, driver: &mut Driver, told: &[ListedEngine]) {
         let ids: BTreeSet<_> = told.iter().map(|it| it.spec.id.clone()).collect();
         for _ in 0..100 {
             let plan = plan(driver, told);
@@ -386,7 +386,7 @@ proptest! {
     #[test]
     fn no_history_of_answers_takes_a_fleet_away(history in prop::collection::vec(happening(), 1..40)) {
         let mut driver = Driver::new();
-        let mut witness = Witness::default();
+        let mut witness = ApplyObserver::default();
         let mut last = Vec::new();
         for step in history {
             match step {
@@ -426,7 +426,7 @@ proptest! {
         let mut driver = Driver::new();
         let mask = (1_u16 << count) - 1;
         let mask = u8::try_from(mask).unwrap_or(u8::MAX);
-        let witness = Witness::default();
+        let witness = ApplyObserver::default();
         witness.follow(&mut driver, &answer(mask, 0));
         let wanted = answer(told_of & mask | 1, 0);
         witness.follow(&mut driver, &wanted);

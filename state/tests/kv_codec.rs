@@ -6,7 +6,7 @@ use expect_test::expect;
 use proptest::prelude::*;
 use state::codec::{decode_envelope, encode_envelope, item_bytes};
 use state::command::{Command, Envelope, Item, Lane};
-use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRefusal};
+use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 use state::ids::{BackendRef, BlockHash, EngineHash, Incarnation, Slot};
 
 fn item(rank: u16, news: KvNews) -> Item {
@@ -64,7 +64,7 @@ fn every_kind_keeps_its_bytes() {
         removed,
         KvEvent::Cleared,
     ];
-    let size = KvRefusal::BlockSize {
+    let size = KvRejection::BlockSize {
         engine: 16,
         router: 128,
     };
@@ -85,9 +85,9 @@ fn every_kind_keeps_its_bytes() {
         item(0, KvNews::Doubt(KvDoubt::Behind)),
         item(0, KvNews::Doubt(KvDoubt::Handover)),
         item(0, KvNews::Refuse(size)),
-        item(0, KvNews::Refuse(KvRefusal::Tokenizer)),
-        item(0, KvNews::Refuse(KvRefusal::Models)),
-        item(0, KvNews::Refuse(KvRefusal::Unreadable)),
+        item(0, KvNews::Refuse(KvRejection::Tokenizer)),
+        item(0, KvNews::Refuse(KvRejection::Models)),
+        item(0, KvNews::Refuse(KvRejection::Unreadable)),
     ];
     let lines: Vec<String> = items.iter().map(|item| bytes(item) + "\n").collect();
     expect![[r#"
@@ -147,7 +147,7 @@ fn news() -> impl Strategy<Value = KvNews> {
             })
         });
     let refuse = any::<(u32, u32)>()
-        .prop_map(|(engine, router)| KvNews::Refuse(KvRefusal::BlockSize { engine, router }));
+        .prop_map(|(engine, router)| KvNews::Refuse(KvRejection::BlockSize { engine, router }));
     prop_oneof![
         message,
         any::<Option<u64>>().prop_map(|seq| KvNews::Current { seq }),

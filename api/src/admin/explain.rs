@@ -110,7 +110,7 @@ pub(super) async fn explain(
     QueryParams(query): QueryParams<ReadQuery>,
     Json(would_be): Json<ExplainBody>,
 ) -> Result<Answer<ExplainResponse>, Problem> {
-    let asked = WouldBe::of(would_be)?;
+    let asked = HypotheticalRequest::of(would_be)?;
     at_level(&admin, query.read).await?;
     let (decider, outbox) = (&admin.decider, &admin.outbox);
     let answer = asked.explained(&admin.requests, decider, outbox).await?;
@@ -134,7 +134,7 @@ pub fn explain_offline<'a>(
     body: &'a [u8],
 ) -> BoxFuture<'a, Result<serde_json::Value, Problem>> {
     let explained = async move {
-        let asked = WouldBe::of(decode(body)?)?;
+        let asked = HypotheticalRequest::of(decode(body)?)?;
         let answer = asked
             .explained(requests, router.decider(), router.outbox())
             .await?;
@@ -144,14 +144,14 @@ pub fn explain_offline<'a>(
 }
 
 /// A request to be explained.
-struct WouldBe {
+struct HypotheticalRequest {
     asked: ExplainBody,
     headers: HeaderMap,
     body: Bytes,
     peer: Option<HeaderValue>,
 }
 
-impl WouldBe {
+impl HypotheticalRequest {
     fn of(asked: ExplainBody) -> Result<Self, Problem> {
         if !asked.path.starts_with('/') {
             let found = format!("{:?}, expected a path", asked.path);

@@ -31,7 +31,7 @@ use super::whoami::Caller;
 use crate::clock::Clock;
 use crate::error::Problem;
 use crate::proxy::client_of;
-use crate::seldom::Seldom;
+use crate::seldom::LogRateLimit;
 
 /// The log has so many lines about refused calls in [`REFUSALS_TOLD_EVERY`].
 const REFUSALS_TOLD: u32 = 10;
@@ -54,7 +54,7 @@ struct GateState {
     calls: Arc<CallLog>,
     clock: Clock,
     refused: Family<RefusalLabels, Counter>,
-    told: Seldom,
+    told: LogRateLimit,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -64,7 +64,7 @@ struct RefusalLabels {
 
 /// Why a call does not get through.
 #[derive(Debug, PartialEq, Eq)]
-enum CallRefusal {
+enum CallRejection {
     /// It has no token and no certificate, or a token that nobody has.
     Unauthorized,
     /// Its source has sent too many wrong tokens.
@@ -96,7 +96,7 @@ impl Gate {
             calls: Arc::clone(calls),
             clock: admin.clock.clone(),
             refused,
-            told: Seldom::new(REFUSALS_TOLD, REFUSALS_TOLD_EVERY),
+            told: LogRateLimit::new(REFUSALS_TOLD, REFUSALS_TOLD_EVERY),
         }))
     }
 }
@@ -147,7 +147,7 @@ impl GateState {
         request: &Request,
         from: Option<IpAddr>,
         needed: Permission,
-    ) -> Result<Option<Operator>, CallRefusal> {
+    ) -> Result<Option<Operator>, CallRejection> {
         if self.tokens.is_none() && self.certified.is_none() {
             return Ok(None);
         }
@@ -163,28 +163,32 @@ impl GateState {
         let needed = needed.role();
         match operator.role >= needed {
             true => Ok(Some(operator)),
-            false => Err(CallRefusal::Forbidden { operator, needed }),
+            false => Err(CallRejection::Forbidden { operator, needed }),
         }
     }
 
-    fn by_token(&self, headers: &HeaderMap, from: Option<IpAddr>) -> Result<Operator, CallRefusal> {
-        let secret = bearer(headers).ok_or(CallRefusal::Unauthorized)?;
+    fn by_token(
+        &self,
+        headers: &HeaderMap,
+        from: Option<IpAddr>,
+    ) -> Result<Operator, CallRejection> {
+        let secret = bearer(headers).ok_or(CallRejection::Unauthorized)?;
         let source = client_of(from.unwrap_or(Ipv4Addr::UNSPECIFIED.into()));
-        self.tries.may_try(source).map_err(CallRefusal::Slowed)?;
+        self.tries.may_try(source).map_err(CallRejection::Slowed)?;
         let holder = self.tokens.as_ref().and_then(|it| it.holder(secret));
         if holder.is_none() {
             self.tries.failed(source);
         }
-        holder.ok_or(CallRefusal::Unauthorized)
+        holder.ok_or(CallRejection::Unauthorized)
     }
 
-    fn by_certificate(&self, shown: Option<&CallerCertificate>) -> Result<Operator, CallRefusal> {
+    fn by_certificate(&self, shown: Option<&CallerCertificate>) -> Result<Operator, CallRejection> {
         let (Some(certified), Some(shown)) = (&self.certified, shown) else {
-            return Err(CallRefusal::Unauthorized);
+            return Err(CallRejection::Unauthorized);
         };
         let unix_s = i64::try_from(self.clock.unix_ms() / 1000).unwrap_or(i64::MAX);
         let operator = certified.operator(&shown.0, unix_s);
-        operator.map_err(CallRefusal::NoOperator)
+        operator.map_err(CallRejection::NoOperator)
     }
 
     fn note(&self, call: Option<AuditedCall>, operator: Option<Operator>, response: &Response) {
@@ -200,7 +204,7 @@ impl GateState {
         }
     }
 
-    fn tell(&self, refusal: &CallRefusal, from: Option<IpAddr>) {
+    fn tell(&self, refusal: &CallRejection, from: Option<IpAddr>) {
         let reason = refusal.reason();
         self.refused.get_or_create(&RefusalLabels { reason }).inc();
         if let Some(suppressed) = self.told.may_say() {
@@ -210,7 +214,7 @@ impl GateState {
     }
 }
 
-impl CallRefusal {
+impl CallRejection {
     fn reason(&self) -> &'static str {
         match self {
             Self::Unauthorized => "token",

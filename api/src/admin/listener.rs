@@ -31,7 +31,7 @@ use crate::backends::pool::prepare;
 use crate::bounded_listener::{BoundedConnection, BoundedListener};
 use crate::error::Problem;
 use crate::tls::{
-    self, CertificateFacts, Certificates, ClearRefusal, ListenerFiles, MaybeTls, ServerConfig,
+    self, CertificateFacts, Certificates, ClearRejection, ListenerFiles, MaybeTls, ServerConfig,
     TlsAcceptError,
 };
 
@@ -48,11 +48,11 @@ const HEADERS_MAX: usize = 64;
 const KEEP_ALIVE: Duration = Duration::from_secs(20);
 
 /// What a client hears that speaks HTTP in the clear where TLS is spoken.
-static NO_TLS: LazyLock<ClearRefusal> = LazyLock::new(|| {
+static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| {
     let title = "this port speaks TLS; use https://";
     let problem = Problem::new(StatusCode::BAD_REQUEST, "tls", title);
     let body = serde_json::to_vec(&problem);
-    ClearRefusal {
+    ClearRejection {
         content_type: "application/problem+json",
         body: body.expect("strings and numbers serialise").into(),
     }

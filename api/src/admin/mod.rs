@@ -74,7 +74,7 @@ pub use certified::{CertifiedOperators, role_name};
 pub use explain::explain_offline;
 pub use listener::serve;
 pub use log_level::LogLevelControl;
-pub use reload::{ReloadFault, ReloadReport, ReloadRequests, ReloadResult, ReloadedKey};
+pub use reload::{ReloadError, ReloadReport, ReloadRequests, ReloadResult, ReloadedKey};
 pub use roles::{AdminRole, AdminRoleError};
 pub use stream::STREAMS_MAX;
 pub use tokens::{AdminTokens, NewToken, TokenEntry, check_token_name, read_tokens};
@@ -97,7 +97,7 @@ use crate::settings::SharedFileSettings;
 use calls::CallLog;
 use document::{API, known_keys};
 use gate::{Gate, guard};
-use origin::{OwnNames, own_site};
+use origin::{AllowedHosts, own_site};
 use routes::ROUTES;
 use stream::EventEpoch;
 
@@ -204,7 +204,7 @@ pub fn router(admin: Arc<Admin>) -> Router {
         events: admin.events.clone(),
         clock: admin.clock.clone(),
     });
-    let names = OwnNames::new(&admin.hosts);
+    let names = AllowedHosts::new(&admin.hosts);
     let calls = Arc::<CallLog>::default();
     let gate = Gate::new(&admin, &calls);
     let shared = AdminState {

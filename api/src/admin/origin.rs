@@ -24,9 +24,9 @@ const ANY_NAME: [&str; 2] = ["/livez", "/readyz"];
 
 /// Host names of this listener, in addition to addresses and `localhost`.
 #[derive(Debug, Clone, Default)]
-pub(super) struct OwnNames(Arc<[String]>);
+pub(super) struct AllowedHosts(Arc<[String]>);
 
-impl OwnNames {
+impl AllowedHosts {
     pub(super) fn new(names: &[String]) -> Self {
         Self(names.iter().map(|name| name.to_ascii_lowercase()).collect())
     }
@@ -40,7 +40,7 @@ impl OwnNames {
 
 /// Rejects requests that a browser may have sent for a page of another site.
 pub(super) async fn own_site(
-    State(names): State<OwnNames>,
+    State(names): State<AllowedHosts>,
     request: Request,
     next: Next,
 ) -> Response {
@@ -50,7 +50,7 @@ pub(super) async fn own_site(
     }
 }
 
-fn check(names: &OwnNames, request: &Request) -> Result<(), Problem> {
+fn check(names: &AllowedHosts, request: &Request) -> Result<(), Problem> {
     if ANY_NAME.contains(&request.uri().path()) {
         return Ok(());
     }

@@ -3,7 +3,7 @@
 use http::StatusCode;
 
 use crate::error::Problem;
-use crate::settings::SettingFault;
+use crate::settings::SettingError;
 use crate::shown::escaped;
 
 /// An invalid request, with the field at fault.
@@ -18,8 +18,8 @@ pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {
 }
 
 /// Settings of which some do not fit, with every fault.
-pub(super) fn unfit(faults: &[SettingFault]) -> Problem {
-    let key = |fault: &SettingFault| match fault.key.as_str() {
+pub(super) fn unfit(faults: &[SettingError]) -> Problem {
+    let key = |fault: &SettingError| match fault.key.as_str() {
         "" => "body".to_owned(),
         key => escaped(key).into_owned(),
     };

@@ -44,7 +44,7 @@ pub struct ReloadReport {
 
 /// A fault of a config.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct ReloadFault {
+pub struct ReloadError {
     /// The key and its value.
     pub message: String,
     /// What would be right.
@@ -54,7 +54,7 @@ pub struct ReloadFault {
 }
 
 /// What came of reading a config again. A fault changes nothing.
-pub type ReloadResult = Result<ReloadReport, Vec<ReloadFault>>;
+pub type ReloadResult = Result<ReloadReport, Vec<ReloadError>>;
 
 /// Where to ask for the config to be read again.
 #[derive(Debug, Clone)]
@@ -98,9 +98,9 @@ pub(super) async fn reload(
     }
 }
 
-fn faulty(faults: &[ReloadFault]) -> Problem {
+fn faulty(faults: &[ReloadError]) -> Problem {
     let each = faults.iter().map(|fault| {
-        let ReloadFault {
+        let ReloadError {
             message,
             expected,
             place,

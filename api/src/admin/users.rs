@@ -21,7 +21,7 @@ use super::readback::{ReadBack, ReadBackJson, with_shown};
 use super::versions::{IfMatch, Version, Versioned};
 use super::{Admin, AdminState};
 use crate::error::Problem;
-use crate::settings::{SettingFault, UserLimitsForm, are_former_limits, read_budget};
+use crate::settings::{SettingError, UserLimitsForm, are_former_limits, read_budget};
 
 /// A user as stored in the state.
 #[derive(Serialize, JsonSchema)]
@@ -340,7 +340,7 @@ impl PutUserBody {
 }
 
 /// The faults with their keys as the body has them.
-fn within(field: &str, mut faults: Vec<SettingFault>) -> Vec<SettingFault> {
+fn within(field: &str, mut faults: Vec<SettingError>) -> Vec<SettingError> {
     for fault in &mut faults {
         fault.key = match fault.key.as_str() {
             "" => field.to_owned(),

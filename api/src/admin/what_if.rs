@@ -193,7 +193,7 @@ fn policies(admin: &Admin, asked: Option<Vec<PolicyConfig>>) -> Result<Vec<Polic
 }
 
 /// A kept decision, to be made again.
-struct Again<'a> {
+struct ReplayedDecision<'a> {
     seen: SeenDecision<'a>,
     chain: &'a [BlockHash],
 }
@@ -209,9 +209,9 @@ fn answer(admin: &Admin, taken: &[TakenRequest], policies: Vec<PolicyConfig>) ->
     let again = kept.iter().filter_map(|(it, decision)| {
         let seen = decision.as_seen()?;
         let chain = &*it.chain;
-        (!seen.candidates.is_empty()).then_some(Again { seen, chain })
+        (!seen.candidates.is_empty()).then_some(ReplayedDecision { seen, chain })
     });
-    let again: Vec<Again<'_>> = again.collect();
+    let again: Vec<ReplayedDecision<'_>> = again.collect();
     let name = |handle: BackendRef| {
         let name = admin.decider.name_of(handle);
         name.map_or_else(
@@ -230,7 +230,7 @@ fn answer(admin: &Admin, taken: &[TakenRequest], policies: Vec<PolicyConfig>) ->
     let live = admin.view.registry().policy.clone();
     let decided = figures(&again, |again, _| Some(again.seen.choice), name);
     let asked = policies.into_iter().map(|config| {
-        let choose = |again: &Again<'_>, at| chosen(&config, again, at);
+        let choose = |again: &ReplayedDecision<'_>, at| chosen(&config, again, at);
         let elsewhere = (0..).zip(&again);
         let elsewhere = elsewhere.filter(|(at, it)| {
             choose(it, *at).is_some_and(|choice| choice.slot != it.seen.choice.slot)
@@ -260,7 +260,7 @@ fn answer(admin: &Admin, taken: &[TakenRequest], policies: Vec<PolicyConfig>) ->
 }
 
 /// What `config` would have chosen in the `at`th decision.
-fn chosen(config: &PolicyConfig, again: &Again<'_>, at: u64) -> Option<Choice> {
+fn chosen(config: &PolicyConfig, again: &ReplayedDecision<'_>, at: u64) -> Option<Choice> {
     let seen = &again.seen;
     if config == seen.policy {
         return Some(seen.choice);
@@ -279,7 +279,10 @@ fn chosen(config: &PolicyConfig, again: &Again<'_>, at: u64) -> Option<Choice> {
 }
 
 /// What a policy looks at and the one that decided does not.
-fn lacks(config: &PolicyConfig, again: &Again<'_>) -> impl Iterator<Item = &'static str> {
+fn lacks(
+    config: &PolicyConfig,
+    again: &ReplayedDecision<'_>,
+) -> impl Iterator<Item = &'static str> {
     let (needs, noted) = (config.needs(), again.seen.policy.needs());
     let session = needs.session.is_some() && needs.session != noted.session;
     let users = needs.user_tokens && !noted.user_tokens;
@@ -293,8 +296,8 @@ fn lacks(config: &PolicyConfig, again: &Again<'_>) -> impl Iterator<Item = &'sta
 }
 
 fn figures(
-    again: &[Again<'_>],
-    choose: impl Fn(&Again<'_>, u64) -> Option<Choice>,
+    again: &[ReplayedDecision<'_>],
+    choose: impl Fn(&ReplayedDecision<'_>, u64) -> Option<Choice>,
     name: impl Fn(BackendRef) -> String,
 ) -> WhatIfFigures {
     let mut by_handle: BTreeMap<BackendRef, u64> = BTreeMap::new();

@@ -39,7 +39,7 @@ pub struct ModelQueueView {
 
 /// What waits at this replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct AllWaiting {
+pub struct WaitingSummary {
     /// Requests that wait.
     pub requests: usize,
     /// Users who wait, summed over models.

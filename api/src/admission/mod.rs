@@ -42,7 +42,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 pub use entry::{AdmissionRejection, AdmissionRequest, Admitted, DecisionTimes};
-pub use line::{AllWaiting, ModelQueueView, WaitingUser};
+pub use line::{ModelQueueView, WaitingSummary, WaitingUser};
 pub use metrics::AdmissionMetrics;
 pub(crate) use quota::{LimitLeft, LimitsLeft};
 
@@ -554,9 +554,9 @@ impl Admission {
 
     /// What waits here, of all models.
     #[must_use]
-    pub fn all_waiting(&self) -> AllWaiting {
+    pub fn all_waiting(&self) -> WaitingSummary {
         if !self.is_contended.load(Ordering::Acquire) {
-            return AllWaiting::default();
+            return WaitingSummary::default();
         }
         let hash_seed = self.view.registry().hash_seed;
         let lines = self.lock();
@@ -567,7 +567,7 @@ impl Admission {
                 .flat_map(|line| line.entries.values())
         };
         let oldest = entries().min_by_key(|entry| entry.since);
-        AllWaiting {
+        WaitingSummary {
             requests: entries().count(),
             users: lines
                 .by_model

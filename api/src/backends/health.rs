@@ -51,7 +51,7 @@ pub enum Fault {
 
 /// The part of [`Health`] that a decision needs, packed in one word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Glance {
+pub struct HealthFlags {
     /// Whether requests may go there.
     pub is_healthy: bool,
     /// Whether the backend is unhealthy although the last probe was not refused a connection.
@@ -62,15 +62,15 @@ pub struct Glance {
     pub knows_salts: bool,
     /// Whether the engine does nothing alone once it has a role: it meets another in a room.
     pub meets_in_rooms: bool,
-    /// Requests in the engine's queue, at most [`Glance::COUNT_MAX`].
+    /// Requests in the engine's queue, at most [`HealthFlags::COUNT_MAX`].
     pub waiting: u32,
-    /// Requests running in the engine, at most [`Glance::COUNT_MAX`].
+    /// Requests running in the engine, at most [`HealthFlags::COUNT_MAX`].
     pub running: u32,
     /// KV cache usage, in thousandths.
     pub kv_usage_permille: u32,
 }
 
-impl Glance {
+impl HealthFlags {
     /// Largest count that can be represented.
     pub const COUNT_MAX: u32 = (1 << 24) - 1;
 
@@ -264,8 +264,8 @@ impl ProbeRecord {
     }
 
     /// Returns the part that a decision needs.
-    pub(crate) fn glance(&self) -> Glance {
-        Glance {
+    pub(crate) fn glance(&self) -> HealthFlags {
+        HealthFlags {
             is_healthy: self.is_healthy,
             is_doubtful: !self.is_healthy && self.fault == Some(Fault::Unwell),
             has_adapters: self.adapters.is_some(),
@@ -330,9 +330,9 @@ impl HealthTable {
 
     /// Returns the figures for a decision; `None` if the slot is empty.
     #[inline]
-    pub(crate) fn glance(&self, slot: Slot) -> Option<Glance> {
+    pub(crate) fn glance(&self, slot: Slot) -> Option<HealthFlags> {
         let glance = self.glances.get(usize::from(slot.0))?;
-        Glance::unpack(glance.load(Ordering::Acquire))
+        HealthFlags::unpack(glance.load(Ordering::Acquire))
     }
 
     pub(crate) fn health(&self, slot: Slot) -> Option<Arc<Health>> {
@@ -536,13 +536,13 @@ mod tests {
             running: u32,
             kv_usage_permille in 0u32..=1000,
         ) {
-            let glance = Glance {
+            let glance = HealthFlags {
                 is_healthy, is_doubtful, has_adapters, knows_salts, meets_in_rooms,
                 waiting, running, kv_usage_permille,
             };
-            prop_assert_eq!(Glance::unpack(glance.pack()).unwrap(), Glance {
-                waiting: waiting.min(Glance::COUNT_MAX),
-                running: running.min(Glance::COUNT_MAX),
+            prop_assert_eq!(HealthFlags::unpack(glance.pack()).unwrap(), HealthFlags {
+                waiting: waiting.min(HealthFlags::COUNT_MAX),
+                running: running.min(HealthFlags::COUNT_MAX),
                 ..glance
             });
         }

@@ -60,7 +60,7 @@ pub(crate) use client::ProbeClient;
 pub use dialer::{EngineDialer, engine_files};
 pub use engine::{EngineKind, EngineMetrics, EngineModel, MODELS_PER_ENGINE_MAX};
 pub use facts::REPEAT_AFTER;
-pub use health::{FAILURES_MAX, Fault, Glance, Health, ProbeRecord, SCRAPE_FAILURES_MAX};
+pub use health::{FAILURES_MAX, Fault, Health, HealthFlags, ProbeRecord, SCRAPE_FAILURES_MAX};
 pub use keys::{EngineHeaders, EngineKeys};
 pub use modes::DisaggregationFacts;
 pub(crate) use panic::Doubt;
@@ -266,7 +266,7 @@ impl Backends {
     /// shared write. `None` if `slot` is empty.
     #[inline]
     #[must_use]
-    pub fn glance(&self, slot: Slot) -> Option<Glance> {
+    pub fn glance(&self, slot: Slot) -> Option<HealthFlags> {
         self.board.glance(slot)
     }
 

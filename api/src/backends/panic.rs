@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use state::{Backend, Registry};
 use tokio::time::Instant;
 
-use super::{Backends, Glance};
+use super::{Backends, HealthFlags};
 
 /// Stands for every model that no backend names: engines that have not been asked yet may serve it.
 const UNNAMED: &str = "";
@@ -105,7 +105,7 @@ impl Backends {
     pub(crate) fn is_doubted(
         &self,
         backend: &Backend,
-        glance: Glance,
+        glance: HealthFlags,
         doubt: Doubt,
         now: Instant,
     ) -> bool {

@@ -12,7 +12,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use schemars::JsonSchema;
 use serde::Serialize;
 use state::Registry;
-use state::discovery::{DiscoveryChange, RefusedEngine, SourcePlan, ToldEngine};
+use state::discovery::{DiscoveryChange, ListedEngine, RefusedEngine, SourcePlan};
 use tokio::sync::Notify;
 
 use super::SourceSettings;
@@ -26,7 +26,7 @@ const REFUSED_MAX: usize = 100;
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct SourceReading {
     /// Engines that may be registered.
-    pub(super) engines: Vec<ToldEngine>,
+    pub(super) engines: Vec<ListedEngine>,
     /// What it tells of besides, with reasons.
     pub(super) refused: Vec<RefusedEngine>,
 }

@@ -13,7 +13,7 @@ use hickory_resolver::config::{NameServerConfig, ResolverConfig};
 use hickory_resolver::net::NetError;
 use hickory_resolver::net::runtime::TokioRuntimeProvider;
 use hickory_resolver::proto::rr::{RData, RecordType};
-use state::discovery::{EngineCondition, RefusedEngine, ToldEngine};
+use state::discovery::{EngineCondition, ListedEngine, RefusedEngine};
 
 use super::board::{DiscoveryBoard, SourceReading};
 use super::{DnsRecords, DnsSource, EngineTemplate};
@@ -65,7 +65,7 @@ fn reading(answer: NameAnswer, template: &EngineTemplate, dialer: &EngineDialer)
     };
     for (ip, port) in answer.places {
         match dialer.check_told(ip) {
-            Ok(()) => reading.engines.push(ToldEngine {
+            Ok(()) => reading.engines.push(ListedEngine {
                 spec: template.at(None, (ip, port), &BTreeMap::new()),
                 condition: EngineCondition::Ready,
             }),

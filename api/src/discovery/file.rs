@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde::Deserialize;
 use serde_json::Value;
 use state::command::{BackendRole, BackendSpec};
-use state::discovery::{EngineCondition, RefusedEngine, ToldEngine};
+use state::discovery::{EngineCondition, ListedEngine, RefusedEngine};
 use tokio_util::sync::CancellationToken;
 
 use super::EngineTemplate;
@@ -125,7 +125,7 @@ fn reading(list: Vec<Value>, template: &EngineTemplate, dialer: &EngineDialer) -
     let beyond = list.len().saturating_sub(ENTRIES_MAX);
     for (nth, entry) in list.into_iter().take(ENTRIES_MAX).enumerate() {
         match engine(entry, template, dialer) {
-            Ok(spec) => reading.engines.push(ToldEngine {
+            Ok(spec) => reading.engines.push(ListedEngine {
                 spec,
                 condition: EngineCondition::Ready,
             }),
@@ -199,7 +199,7 @@ mod tests {
     fn read_as(text: &str, is_json: bool) -> Result<Vec<String>, String> {
         let list = entries(text, is_json)?;
         let reading = reading(list, &template("rack"), &EngineDialer::default());
-        let clear = |it: &ToldEngine| it.condition == EngineCondition::Ready;
+        let clear = |it: &ListedEngine| it.condition == EngineCondition::Ready;
         let engines = reading.engines.into_iter().filter(clear);
         let engines = engines.map(|it| format!("{} {}", it.spec.id, it.spec.url));
         let refused = reading.refused.into_iter();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use state::discovery::{KnownFleet, SourcePlan, SourceRules, ToldEngine};
+use state::discovery::{KnownFleet, ListedEngine, SourcePlan, SourceRules};
 
 use super::board::SourceReading;
 use super::{EngineScheme, EngineTemplate, file, kubernetes};
@@ -43,7 +43,7 @@ fn check(reading: &SourceReading) {
         discovered: &BTreeMap::new(),
     };
     let plan = SourcePlan::of(&rules, &reading.engines, &fleet, 1);
-    let told: BTreeMap<_, &ToldEngine> = reading
+    let told: BTreeMap<_, &ListedEngine> = reading
         .engines
         .iter()
         .map(|engine| (&*engine.spec.id, engine))

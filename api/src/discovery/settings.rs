@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use state::command::{BackendRole, BackendSpec};
-use state::discovery::{EngineCondition, SourceRules, ToldEngine, is_id_char};
+use state::discovery::{EngineCondition, ListedEngine, SourceRules, is_id_char};
 
 use crate::backends::EngineUrl;
 
@@ -144,9 +144,9 @@ impl EngineTemplate {
     }
 
     /// Tells of an engine that has no address, or none that counts. It is not put.
-    pub(super) fn nowhere(&self, name: &str, condition: EngineCondition) -> ToldEngine {
+    pub(super) fn nowhere(&self, name: &str, condition: EngineCondition) -> ListedEngine {
         let nowhere = (IpAddr::from([0, 0, 0, 0]), 1);
-        ToldEngine {
+        ListedEngine {
             spec: self.at(Some(name), nowhere, &BTreeMap::new()),
             condition,
         }

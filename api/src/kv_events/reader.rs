@@ -17,7 +17,7 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use state::command::Item;
-use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvRankStatus, KvReason, KvRefusal};
+use state::exact::{KvBatch, KvCondition, KvDoubt, KvNews, KvRankStatus, KvReason, KvRejection};
 use state::ids::{BackendRef, Slot};
 use state::{Backend, Registry, StateView};
 use tokio::task::JoinSet;
@@ -262,10 +262,10 @@ fn identify(
     parts: &ReaderParts,
     slot: Slot,
     found: &EngineSources,
-) -> Result<HashIdentity, KvRefusal> {
-    let model = found.model.clone().ok_or(KvRefusal::Models)?;
+) -> Result<HashIdentity, KvRejection> {
+    let model = found.model.clone().ok_or(KvRejection::Models)?;
     let block_size = parts.reader.token_block_size(&model);
-    let block_size = block_size.ok_or(KvRefusal::Tokenizer)?;
+    let block_size = block_size.ok_or(KvRejection::Tokenizer)?;
     let registry = parts.view.registry();
     let engine = registry.block_sizes.of_engine(slot);
     Ok(HashIdentity {
@@ -303,13 +303,13 @@ impl ResumePoint<'_> {
 }
 
 /// Whether the reason for refusing an engine is gone; otherwise a refusal lasts as long as the run.
-fn is_void(refusal: KvRefusal, identity: &HashIdentity) -> bool {
+fn is_void(refusal: KvRejection, identity: &HashIdentity) -> bool {
     match refusal {
-        KvRefusal::Tokenizer | KvRefusal::Models => true,
-        KvRefusal::BlockSize { engine, router } => {
+        KvRejection::Tokenizer | KvRejection::Models => true,
+        KvRejection::BlockSize { engine, router } => {
             router != identity.block_size || engine.is_multiple_of(router)
         }
-        KvRefusal::Unreadable => false,
+        KvRejection::Unreadable => false,
     }
 }
 
@@ -318,7 +318,7 @@ async fn refuse(
     parts: &ReaderParts,
     backend: BackendRef,
     found: &EngineSources,
-    refusal: KvRefusal,
+    refusal: KvRejection,
 ) {
     let detail = Some(format!("{refusal:?}"));
     parts.board.show(

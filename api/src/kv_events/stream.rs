@@ -23,7 +23,7 @@ use schemars::JsonSchema;
 use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
-use state::exact::{KvDoubt, KvMessage, KvNews, KvPosition, KvRefusal};
+use state::exact::{KvDoubt, KvMessage, KvNews, KvPosition, KvRejection};
 use state::ids::{BlockHash, EngineHash};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -139,7 +139,7 @@ pub struct EventStream {
     /// Last doubt reported; a stream begins in doubt.
     doubt: Option<KvDoubt>,
     /// Why this run cannot be used, if it cannot.
-    refusal: Option<KvRefusal>,
+    refusal: Option<KvRejection>,
     counts: StreamCounts,
     effects: Vec<StreamEffect>,
 }
@@ -484,7 +484,7 @@ impl EventStream {
             return;
         }
         let converted = wire::decode(payload)
-            .map_err(|_| UnusableEventsError(KvRefusal::Unreadable))
+            .map_err(|_| UnusableEventsError(KvRejection::Unreadable))
             .and_then(|payload| {
                 self.blocks
                     .convert(payload.events, around, &mut self.counts)

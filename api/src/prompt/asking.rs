@@ -32,12 +32,12 @@ pub enum ReplySeam {
     /// By a tokenizer that is here.
     Here(ReplyBoundary),
     /// As an engine says.
-    Asked(Arc<AskedReply>),
+    Asked(Arc<ReplyQuery>),
 }
 
 /// What an engine is asked about an answer, once it is known.
 #[derive(Debug)]
-pub struct AskedReply {
+pub struct ReplyQuery {
     client: Arc<TokenizeClient>,
     tokenizer: Arc<Tokenizer>,
     model: String,
@@ -135,7 +135,7 @@ impl TokenizeClient {
     }
 }
 
-impl AskedReply {
+impl ReplyQuery {
     /// What is to be asked of an answer to the prompt that `question` had these `ids` for. `None`:
     /// answers do not go on with it.
     pub(super) fn of(

@@ -22,7 +22,7 @@ pub struct Truncation {
 
 /// How many tokens of a prompt are special ones that a tokenizer adds around the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct AroundText {
+pub(crate) struct SpecialTokenCount {
     pub(crate) before: usize,
     pub(crate) behind: usize,
 }
@@ -40,13 +40,18 @@ impl Truncation {
 
     /// Cuts `ids`; answers whether there was anything to cut. A tokenizer that cuts by itself keeps
     /// the special tokens around the text, a cut at a side that was asked for does not.
-    pub(crate) fn cut(self, ids: &mut Vec<u32>, reply: ReplyShape, around: AroundText) -> bool {
+    pub(crate) fn cut(
+        self,
+        ids: &mut Vec<u32>,
+        reply: ReplyShape,
+        around: SpecialTokenCount,
+    ) -> bool {
         let kept = self.tokens as usize;
         if ids.len() <= kept {
             return false;
         }
         let around = match self.keeps_end {
-            Some(_) => AroundText::default(),
+            Some(_) => SpecialTokenCount::default(),
             None => around,
         };
         let keeps_end = self.keeps_end.unwrap_or(reply != ReplyShape::None);
@@ -180,7 +185,7 @@ mod tests {
 
     #[test]
     fn a_prompt_is_cut_as_the_engine_cuts_it() {
-        let around = AroundText {
+        let around = SpecialTokenCount {
             before: 1,
             behind: 1,
         };
@@ -221,7 +226,11 @@ mod tests {
         let asked = asked.unwrap();
         assert!(
             asked.is_context
-                && !asked.cut(&mut vec![1; 9], ReplyShape::None, AroundText::default())
+                && !asked.cut(
+                    &mut vec![1; 9],
+                    ReplyShape::None,
+                    SpecialTokenCount::default()
+                )
         );
         let kept = |wants_output| asked.within(Some(4096), wants_output).map(|it| it.tokens);
         assert_eq!((kept(false), kept(true)), (Some(4096), Some(4095)));

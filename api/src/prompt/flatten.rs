@@ -128,7 +128,7 @@ impl<'de> Visitor<'de> for Message<'_> {
         let mut role: Option<Str<'de>> = None;
         let mut kind: Option<Str<'de>> = None;
         let mut calls: Option<&'de RawValue> = None;
-        let mut rest = Rest::default();
+        let mut rest = OtherFields::default();
         while let Some(Str(key)) = map.next_key()? {
             match &*key {
                 "role" => role = Some(map.next_value()?),
@@ -290,7 +290,7 @@ impl<'de> Visitor<'de> for Part<'_> {
         let mark = self.out.len();
         let mut has_text = false;
         let mut kind: Option<Str<'de>> = None;
-        let mut rest = Rest::default();
+        let mut rest = OtherFields::default();
         while let Some(Str(key)) = map.next_key()? {
             match &*key {
                 "type" => kind = Some(map.next_value()?),
@@ -315,9 +315,9 @@ impl<'de> Visitor<'de> for Part<'_> {
 
 /// Fields without a meaning of their own here, as the client sent them.
 #[derive(Default)]
-struct Rest<'de>(Vec<(Cow<'de, str>, &'de RawValue)>);
+struct OtherFields<'de>(Vec<(Cow<'de, str>, &'de RawValue)>);
 
-impl<'de> Rest<'de> {
+impl<'de> OtherFields<'de> {
     fn push(&mut self, key: Cow<'de, str>, value: &'de RawValue) {
         self.0.push((key, value));
     }

@@ -8,8 +8,8 @@ use state::ratios::TokenRatio;
 
 use super::reader::PromptReader;
 use super::{
-    AroundText, BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch,
-    PromptIdentity, ReplySeam, ReplyShape, TokenScope, Tokenizer,
+    BlockUnit, ChainTail, ModelSettings, ParsedBody, Prompt, PromptBatch, PromptIdentity,
+    ReplySeam, ReplyShape, SpecialTokenCount, TokenScope, Tokenizer,
 };
 use crate::isolation::CacheIsolation;
 
@@ -33,7 +33,7 @@ impl PromptReader {
             Prompt::Tokens(ids) => {
                 let mut kept = Cow::Borrowed(ids.as_slice());
                 if let Some(truncation) = parsed.truncation {
-                    truncation.cut(kept.to_mut(), parsed.reply, AroundText::default());
+                    truncation.cut(kept.to_mut(), parsed.reply, SpecialTokenCount::default());
                 }
                 self.tokens(parsed, &kept, cut.tokens, None)
             }

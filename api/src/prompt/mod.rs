@@ -42,7 +42,7 @@ use state::ratios::TokenRatio;
 
 use crate::isolation::CacheIsolation;
 
-pub use asking::{AskedReply, ReplySeam};
+pub use asking::{ReplyQuery, ReplySeam};
 pub use cache_use::Truncation;
 pub use flatten::append_reply;
 pub use form::{FormFields, read_form};
@@ -55,7 +55,7 @@ pub use tokenizer::{
 };
 pub use tokens::{TokenScope, chain_of_tokens};
 
-pub(crate) use cache_use::AroundText;
+pub(crate) use cache_use::SpecialTokenCount;
 pub(crate) use reader::TokenizingMetrics;
 #[cfg(feature = "fuzzing")]
 pub(crate) use tokenizer::fuzzing;

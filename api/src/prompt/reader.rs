@@ -23,11 +23,11 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::asking::{AskedReply, ReplySeam, TokenizeClient};
+use super::asking::{ReplyQuery, ReplySeam, TokenizeClient};
 use super::read::no_model;
 use super::{
-    AroundText, BlockUnit, BodyRejection, DEADLINE, EncodeError, Encoded, EngineTokenizer,
-    Fallback, FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, ReplyShape,
+    BlockUnit, BodyRejection, DEADLINE, EncodeError, Encoded, EngineTokenizer, Fallback,
+    FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, ReplyShape, SpecialTokenCount,
     TokenizeRequest, Tokenizer, TokenizerContent, Truncation, parse_routed, question,
 };
 use crate::backends::{Backends, named_models};
@@ -318,14 +318,14 @@ impl PromptReader {
                 let (client, model) = (&self.client, &read.parsed.model);
                 let is_wanted = read.parsed.reply != ReplyShape::None && !tokenizer.has_files();
                 let asked = is_wanted
-                    .then(|| AskedReply::of(client, tokenizer, model, (&question, &ids)))
+                    .then(|| ReplyQuery::of(client, tokenizer, model, (&question, &ids)))
                     .flatten();
                 let seam = asked.map(ReplySeam::Asked);
-                self.take_tokens(read, ids.to_vec(), AroundText::default(), seam);
+                self.take_tokens(read, ids.to_vec(), SpecialTokenCount::default(), seam);
                 outcome
             }
             Ok(PromptTokens::Ids(ids)) => {
-                self.take_tokens(read, ids, AroundText::default(), None);
+                self.take_tokens(read, ids, SpecialTokenCount::default(), None);
                 outcome
             }
             Ok(PromptTokens::Nothing) => "nothing",
@@ -386,7 +386,7 @@ impl PromptReader {
         &self,
         read: &mut ReadRequest,
         mut ids: Vec<u32>,
-        around: AroundText,
+        around: SpecialTokenCount,
         seam: Option<ReplySeam>,
     ) {
         let parsed = &read.parsed;

@@ -14,7 +14,7 @@ use super::request_record::{DecidedAttempt, RequestRecord};
 use super::routes::shown_path;
 use super::settings::LoggedRequests;
 use crate::routing::AttemptReport;
-use crate::seldom::Seldom;
+use crate::seldom::LogRateLimit;
 
 /// Target of the lines, for filters of the log.
 pub const ACCESS_TARGET: &str = "quorate::access";
@@ -28,9 +28,9 @@ const ERROR_PERIOD: Duration = Duration::from_secs(1);
 pub(super) struct AccessLog {
     logged: LoggedRequests,
     /// Lines about failures: a 5xx, or an answer that broke off.
-    failures: Seldom,
+    failures: LogRateLimit,
     /// Lines about refusals: a 4xx.
-    refusals: Seldom,
+    refusals: LogRateLimit,
 }
 
 /// A request that may leave a line.
@@ -66,8 +66,8 @@ impl AccessLog {
     pub(super) fn new(logged: LoggedRequests) -> Self {
         Self {
             logged,
-            failures: Seldom::new(ERROR_LINES, ERROR_PERIOD),
-            refusals: Seldom::new(ERROR_LINES, ERROR_PERIOD),
+            failures: LogRateLimit::new(ERROR_LINES, ERROR_PERIOD),
+            refusals: LogRateLimit::new(ERROR_LINES, ERROR_PERIOD),
         }
     }
 

@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 
-use super::pace::HandedOverBody;
+use super::pace::ChannelBody;
 use super::piece::ResponseBodyError;
 use super::relay::{SharedResponseBody, lock};
 
@@ -20,7 +20,7 @@ pub(super) enum AnswerBodyKind {
     /// An engine's.
     Relay(SharedResponseBody),
     /// An engine's, made by another task.
-    Handed(HandedOverBody),
+    Handed(ChannelBody),
 }
 
 impl AnswerBody {

@@ -1,7 +1,7 @@
 //! One attempt: sends a request to the backend that was chosen for it and waits until the answer
 //! begins.
 //!
-//! The result is an outcome ([`Outcome`], [`AttemptFailure`]), which alone determines what the
+//! The result is an outcome ([`Outcome`], [`AttemptError`]), which alone determines what the
 //! backend's circuit learns, how the attempt is charged, and whether another backend may be tried:
 //! only when this one surely did not run the request.
 
@@ -45,7 +45,7 @@ pub(super) struct OutgoingRequest<'a> {
     /// What the engine that answers is told of a prompt that another has computed.
     pub(super) transfer: Option<Bytes>,
     /// Where the engine that answers meets the one that computes the prompt; `None`: nowhere.
-    pub(super) meeting: Option<Arc<Meeting>>,
+    pub(super) meeting: Option<Arc<BootstrapSession>>,
     pub(super) first_byte_by: Instant,
     pub(super) watched: WatchedRequest,
 }
@@ -143,12 +143,12 @@ enum Outcome {
     /// An answer that points to the engine's own address space; what answers there would not be
     /// counted.
     Redirection,
-    Failure(AttemptFailure),
+    Failure(AttemptError),
 }
 
 /// Why an attempt has no answer.
 #[derive(Debug)]
-pub(super) enum AttemptFailure {
+pub(super) enum AttemptError {
     /// The backend was removed, or replaced by another, since it was chosen.
     Gone,
     /// This replica had no descriptor or port left for a connection.
@@ -167,7 +167,7 @@ pub(super) enum AttemptFailure {
     TimedOut,
 }
 
-impl AttemptFailure {
+impl AttemptError {
     pub(super) fn of(error: SendError, is_sent: bool) -> Self {
         match error {
             SendError::Gone => Self::Gone,
@@ -255,7 +255,7 @@ impl Outcome {
         let status = response.status();
         if status.is_informational() {
             // No client asked for another protocol.
-            Self::Failure(AttemptFailure::Broke(SendError::Ended))
+            Self::Failure(AttemptError::Broke(SendError::Ended))
         } else if status.is_redirection() {
             Self::Redirection
         } else if is_refusal {
@@ -344,9 +344,9 @@ pub(super) async fn attempt(
             let is_refusal = is_transfer_lost || proxy.settings.retry_statuses.contains(&status);
             Outcome::of(response, is_refusal && !is_last)
         }
-        Ok(Err(error)) => Outcome::Failure(AttemptFailure::of(error, is_sent)),
-        Err(_) if is_sent => Outcome::Failure(AttemptFailure::TimedOut),
-        Err(_) => Outcome::Failure(AttemptFailure::TimedOutUnsent),
+        Ok(Err(error)) => Outcome::Failure(AttemptError::of(error, is_sent)),
+        Err(_) if is_sent => Outcome::Failure(AttemptError::TimedOut),
+        Err(_) => Outcome::Failure(AttemptError::TimedOutUnsent),
     };
     outcome.report(proxy, decision, attempt.user());
     if let Some(record) = &decision.record {
@@ -366,7 +366,7 @@ pub(super) async fn attempt(
                 let now = Instant::now();
                 proxy.backends.report_no_answer(decision.backend, user, now);
             }
-            let failure = AttemptFailure::of(error, is_sent);
+            let failure = AttemptError::of(error, is_sent);
             if let Some(record) = &decision.record {
                 failure.note(record);
             }
@@ -395,27 +395,25 @@ pub(super) fn note(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
     (backend, name): (BackendRef, &str),
-    failure: &AttemptFailure,
+    failure: &AttemptError,
 ) {
     let asked = sending.asked;
     let request_id = asked.request_id.to_str().unwrap_or_default();
     let trace_id = || asked.trace_id().map(tracing::field::display);
     match failure {
-        AttemptFailure::WithoutPrompt
-        | AttemptFailure::TimedOutUnsent
-        | AttemptFailure::TimedOut => {}
-        AttemptFailure::Gone => {
+        AttemptError::WithoutPrompt | AttemptError::TimedOutUnsent | AttemptError::TimedOut => {}
+        AttemptError::Gone => {
             let error = SendError::Gone;
             tracing::debug!(request_id, trace_id = trace_id(), backend = name, %error, "attempt failed");
         }
-        AttemptFailure::OutOfConnections(error) => {
+        AttemptError::OutOfConnections(error) => {
             tracing::debug!(request_id, trace_id = trace_id(), backend = name, %error, "could not query backend");
             proxy.pool.close_idle();
         }
-        AttemptFailure::Unreachable(error)
-        | AttemptFailure::BrokeUnsent(error)
-        | AttemptFailure::Broke(error) => {
-            if let AttemptFailure::Broke(_) = failure {
+        AttemptError::Unreachable(error)
+        | AttemptError::BrokeUnsent(error)
+        | AttemptError::Broke(error) => {
+            if let AttemptError::Broke(_) = failure {
                 sending.watched.broke();
             }
             proxy.backends.report_failure(backend.slot);
@@ -429,12 +427,12 @@ pub(super) fn note(
 pub(super) struct PendingAttempt {
     attempt: Option<Attempt>,
     pub(super) is_sent: AtomicBool,
-    meeting: Option<Arc<Meeting>>,
+    meeting: Option<Arc<BootstrapSession>>,
 }
 
 /// Two engines that got a request at once, and meet over its prompt.
 #[derive(Debug, Default)]
-pub(super) struct Meeting {
+pub(super) struct BootstrapSession {
     /// The one that computes the prompt has failed.
     pub(super) failed: CancellationToken,
     /// It was sent the request: a client that leaves pays for the prompt.
@@ -453,7 +451,7 @@ impl PendingAttempt {
     }
 
     /// The same of an attempt whose prompt another engine computes at the same time.
-    fn meeting(mut self, meeting: Option<&Arc<Meeting>>) -> Self {
+    fn meeting(mut self, meeting: Option<&Arc<BootstrapSession>>) -> Self {
         self.meeting = meeting.cloned();
         self
     }

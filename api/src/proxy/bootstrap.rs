@@ -10,7 +10,7 @@ const ROOMS_MAX: u32 = 1024;
 
 /// In how many rooms two engines meet over a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Rooms {
+pub(super) enum BootstrapRooms {
     /// One, told as a number.
     One,
     /// So many, told as a list.
@@ -24,7 +24,7 @@ pub(super) struct RankOf {
     pub(super) ranks: u64,
 }
 
-impl Rooms {
+impl BootstrapRooms {
     /// Those of a completion; `None`: too many.
     pub(super) fn count(path: &str, parsed: &ParsedBody) -> Option<Self> {
         let several = match path {
@@ -81,7 +81,7 @@ mod tests {
 
     fn told(path: &str, body: &str) -> Option<Value> {
         let parsed = crate::prompt::parse(path, &Bytes::copy_from_slice(body.as_bytes())).unwrap();
-        let members = Rooms::count(path, &parsed)?.members("10.0.0.1", 8998, || 7);
+        let members = BootstrapRooms::count(path, &parsed)?.members("10.0.0.1", 8998, || 7);
         let members = std::str::from_utf8(&members).unwrap();
         Some(serde_json::from_str(&format!("{{{members}\"end\":0}}")).unwrap())
     }

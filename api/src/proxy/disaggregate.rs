@@ -19,7 +19,7 @@ use state::Backend;
 use tokio::time::{Instant, timeout_at};
 
 use super::Proxy;
-use super::attempt::{AttemptFailure, OutgoingRequest, PendingAttempt, Post, note, post};
+use super::attempt::{AttemptError, OutgoingRequest, PendingAttempt, Post, note, post};
 use super::inspect::read_usage;
 use super::scan::{members, value_of};
 use crate::backends::pool::{EngineBody, Segments, SendError};
@@ -60,7 +60,7 @@ enum Prefilled {
     },
     /// The engine answered with this status.
     Refused(StatusCode),
-    Failed(AttemptFailure),
+    Failed(AttemptError),
 }
 
 impl Prefilled {
@@ -152,9 +152,9 @@ async fn compute(
     };
     match timeout_at(until.min(sending.first_byte_by), asked).await {
         Ok(Ok(prefilled)) => prefilled,
-        Ok(Err(error)) => Prefilled::Failed(AttemptFailure::of(error, prefill.is_sent())),
-        Err(_) if prefill.is_sent() => Prefilled::Failed(AttemptFailure::TimedOut),
-        Err(_) => Prefilled::Failed(AttemptFailure::TimedOutUnsent),
+        Ok(Err(error)) => Prefilled::Failed(AttemptError::of(error, prefill.is_sent())),
+        Err(_) if prefill.is_sent() => Prefilled::Failed(AttemptError::TimedOut),
+        Err(_) => Prefilled::Failed(AttemptError::TimedOutUnsent),
     }
 }
 
@@ -198,7 +198,7 @@ fn settle(
         }
         Prefilled::Failed(failure) => {
             failure.report(proxy, backend, user);
-            if let AttemptFailure::TimedOut = failure {
+            if let AttemptError::TimedOut = failure {
                 proxy.backends.report_no_answer(backend, Some(user), now);
             }
             prefill.end(failure.end());

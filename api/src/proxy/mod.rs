@@ -136,7 +136,7 @@ use relay::{SharedResponseBody, lock};
 use request::HeldBodyBytes;
 use routes::{Route, unslashed};
 use startup::Startup;
-use stored::{CameFrom, forward_stored};
+use stored::{RequestContext, forward_stored};
 use suspects::Suspects;
 
 /// Says that an answer is the last of its connection.
@@ -168,7 +168,7 @@ pub struct Proxy {
 }
 
 /// What was taken in of a request.
-enum TakenIn<'a> {
+enum Intake<'a> {
     /// All, and whose key it has: it is routed by its body.
     Whole(Holder, Bytes),
     /// Its head, and whose key it has: it asks for a model, or for all.
@@ -397,15 +397,15 @@ impl Proxy {
         };
         let mut held = HeldBodyBytes::none(&self.held_bytes, held_bytes_max);
         let (holder, body_bytes) = match self.take_in(&head, &peer, &mut body, &mut held).await {
-            Ok(TakenIn::Whole(holder, bytes)) => (holder, bytes),
-            Ok(TakenIn::Models(holder, id)) => {
+            Ok(Intake::Whole(holder, bytes)) => (holder, bytes),
+            Ok(Intake::Models(holder, id)) => {
                 return self.models(&holder, id.as_deref()).map(ForwardResult::Held);
             }
-            Ok(TakenIn::Stored(holder)) => {
+            Ok(Intake::Stored(holder)) => {
                 ledger.is_read(requests_max)?;
                 let trace_id = trace_id(trace.as_ref(), &head.headers);
                 let trace = trace.map(|trace| trace.headers());
-                let from = CameFrom {
+                let from = RequestContext {
                     peer: &peer,
                     request_id: &request_id,
                     trace: trace.as_ref(),
@@ -488,13 +488,13 @@ impl Proxy {
         peer: &'a HeaderValue,
         body: &mut B,
         held: &mut HeldBodyBytes,
-    ) -> Result<TakenIn<'a>, ProxyError> {
+    ) -> Result<Intake<'a>, ProxyError> {
         let (holder, route) = self.requests.accept(&request_head(head, peer))?;
         self.startup.check(&self.view)?;
         match route {
-            Route::Models => Ok(TakenIn::Models(holder, None)),
-            Route::Model(id) => Ok(TakenIn::Models(holder, Some(id))),
-            Route::Stored(_) => Ok(TakenIn::Stored(holder)),
+            Route::Models => Ok(Intake::Models(holder, None)),
+            Route::Model(id) => Ok(Intake::Models(holder, Some(id))),
+            Route::Stored(_) => Ok(Intake::Stored(holder)),
             Route::Engine => {
                 let limits = **self.limits.load();
                 let is_full = self.metrics.in_flight.get() >= signed(limits.requests_max);
@@ -512,7 +512,7 @@ impl Proxy {
                 };
                 let bytes = upload.read(body, held).await?;
                 self.metrics.request_bytes.inc_by(bytes.len() as u64);
-                Ok(TakenIn::Whole(holder, bytes))
+                Ok(Intake::Whole(holder, bytes))
             }
         }
     }

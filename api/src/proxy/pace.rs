@@ -136,7 +136,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for WriteTimeoutSocket<S> {
 type BodyPiece = Result<Frame<Bytes>, ResponseBodyError>;
 
 /// An answer that another task makes: one piece waits here, at most.
-pub(super) struct HandedOverBody {
+pub(super) struct ChannelBody {
     /// `None` is the answer's end; without it the channel's end is none.
     pieces: mpsc::Receiver<Option<BodyPiece>>,
     is_over: bool,
@@ -148,10 +148,10 @@ pub(super) fn hand_over(
     relay: SharedResponseBody,
     patience: Duration,
     tasks: &TaskTracker,
-) -> HandedOverBody {
+) -> ChannelBody {
     let (sender, pieces) = mpsc::channel(1);
     tasks.spawn(drive(relay, sender, patience));
-    HandedOverBody {
+    ChannelBody {
         pieces,
         is_over: false,
     }
@@ -188,7 +188,7 @@ async fn drive(
     }
 }
 
-impl Body for HandedOverBody {
+impl Body for ChannelBody {
     type Data = Bytes;
     type Error = ResponseBodyError;
 

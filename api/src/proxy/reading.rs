@@ -13,7 +13,7 @@ use http::{HeaderMap, HeaderValue, Method, Version};
 use state::StateView;
 use state::ids::Slot;
 
-use super::bootstrap::Rooms;
+use super::bootstrap::BootstrapRooms;
 use super::cluster_keys::ClusterKeys;
 use super::deadline;
 use super::encoding::BodyEncoding;
@@ -132,7 +132,7 @@ fn stages(path: &str, parsed: &ParsedBody) -> RequestStages {
         RequestStages::Whole
     } else if parsed.choices == 1 && parsed.batch.prompts == 0 && !parsed.skips_cache {
         RequestStages::Apart
-    } else if Rooms::count(path, parsed).is_some() {
+    } else if BootstrapRooms::count(path, parsed).is_some() {
         RequestStages::ApartByRoom
     } else {
         RequestStages::Whole

@@ -25,10 +25,10 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Proxy;
 use super::attempt::{
-    AttemptFailure, AttemptResult, Meeting, NotRun, OutgoingRequest, Post, attempt, note, post,
-    read_refusal,
+    AttemptError, AttemptResult, BootstrapSession, NotRun, OutgoingRequest, Post, attempt, note,
+    post, read_refusal,
 };
-use super::bootstrap::{RankOf, Rooms, draw};
+use super::bootstrap::{BootstrapRooms, RankOf, draw};
 use super::inspect::read_usage;
 use super::scan::value_of;
 use crate::backends::EngineUrl;
@@ -42,15 +42,15 @@ const PREFILL_ANSWER_BYTES_MAX: usize = 4 << 20;
 /// How long an answer that has begun waits for the end of the prefill engine's.
 const PREFILL_END_MAX: Duration = Duration::from_secs(1);
 /// What came of a prompt.
-enum MetPrompt {
+enum RemotePrefill {
     /// The engine has computed it and handed it over.
     Computed(Option<Usage>),
     /// The engine answered with this status, and with what follows if that is short.
     Refused(StatusCode, Option<Response<Bytes>>),
-    Failed(AttemptFailure),
+    Failed(AttemptError),
 }
 
-impl MetPrompt {
+impl RemotePrefill {
     /// As metrics and the admin API name it; `None`: the other engine was done with the request
     /// before.
     fn label(prefilled: Option<&Self>) -> &'static str {
@@ -64,7 +64,7 @@ impl MetPrompt {
 }
 
 /// What came of an attempt at two engines.
-pub(super) struct MetResult {
+pub(super) struct PairResult {
     pub(super) result: AttemptResult,
     /// The backend at fault, where it was not run.
     pub(super) at_fault: Slot,
@@ -72,7 +72,7 @@ pub(super) struct MetResult {
     pub(super) is_final: bool,
 }
 
-impl MetResult {
+impl PairResult {
     fn of(result: AttemptResult, at_fault: Slot) -> Self {
         Self {
             result,
@@ -92,15 +92,15 @@ pub(super) async fn meet(
     (decision, chosen): (&Decision, &PrefillDecision),
     mut taken: Attempt,
     is_last: bool,
-) -> Result<MetResult, ProxyError> {
+) -> Result<PairResult, ProxyError> {
     let at_fault = chosen.backend.slot;
     let members = members(proxy, sending, chosen);
     let (Some(prefill), Some(members)) = (taken.take_prefill(), members) else {
         taken.end(AttemptEnd::NotRun, Instant::now());
         let result = AttemptResult::NotRun(NotRun::Unreachable);
-        return Ok(MetResult::of(result, at_fault));
+        return Ok(PairResult::of(result, at_fault));
     };
-    let meeting = Arc::new(Meeting::default());
+    let meeting = Arc::new(BootstrapSession::default());
     sending.transfer = Some(members);
     sending.meeting = Some(Arc::clone(&meeting));
     let began = Instant::now();
@@ -113,10 +113,10 @@ pub(super) async fn meet(
                 biased;
                 done = &mut computing, if prefilled.is_none() => {
                     match &done {
-                        MetPrompt::Computed(usage) => {
+                        RemotePrefill::Computed(usage) => {
                             meeting.computed.get_or_init(|| (Instant::now(), *usage));
                         }
-                        MetPrompt::Refused(..) | MetPrompt::Failed(_) => meeting.failed.cancel(),
+                        RemotePrefill::Refused(..) | RemotePrefill::Failed(_) => meeting.failed.cancel(),
                     }
                     prefilled = Some(done);
                 }
@@ -134,7 +134,7 @@ pub(super) async fn meet(
         }
         (result, prefilled)
     };
-    let label = MetPrompt::label(prefilled.as_ref());
+    let label = RemotePrefill::label(prefilled.as_ref());
     proxy.metrics.stages.prefilled(label, began.elapsed());
     if let Some(record) = &decision.record {
         record.prefilled(label);
@@ -162,7 +162,7 @@ fn members(proxy: &Proxy, sending: &OutgoingRequest<'_>, to: &PrefillDecision) -
         v6 if v6.contains(':') => format!("[{v6}]"),
         host => host.to_owned(),
     };
-    let rooms = Rooms::count(sending.asked.head.uri.path(), &sending.asked.parsed)?;
+    let rooms = BootstrapRooms::count(sending.asked.head.uri.path(), &sending.asked.parsed)?;
     let room = || rank.map_or_else(draw, |rank| rank.room(draw()));
     Some(rooms.members(&host, port, room))
 }
@@ -172,8 +172,8 @@ async fn compute(
     proxy: &Proxy,
     sending: &OutgoingRequest<'_>,
     (chosen, prefill): (&PrefillDecision, &PrefillAttempt),
-    meeting: &Meeting,
-) -> MetPrompt {
+    meeting: &BootstrapSession,
+) -> RemotePrefill {
     let mut trace = sending.asked.attempts(&chosen.name, "prefill");
     let headers = sending.asked.trace_headers(trace.as_mut());
     let request = Post {
@@ -189,13 +189,13 @@ async fn compute(
         Ok(answer) => read(answer).await,
         Err(error) => Err(error),
     };
-    let failed = |error| MetPrompt::Failed(AttemptFailure::of(error, prefill.is_sent()));
+    let failed = |error| RemotePrefill::Failed(AttemptError::of(error, prefill.is_sent()));
     let done = done.unwrap_or_else(failed);
     if let Some(trace) = trace {
         trace.end(&TracedEnd {
-            outcome: MetPrompt::label(Some(&done)),
+            outcome: RemotePrefill::label(Some(&done)),
             is_whole: false,
-            is_failure: !matches!(done, MetPrompt::Computed(_)),
+            is_failure: !matches!(done, RemotePrefill::Computed(_)),
             tokens: None,
             at: Instant::now(),
         });
@@ -203,10 +203,10 @@ async fn compute(
     done
 }
 
-async fn read(answer: Response<EngineBody>) -> Result<MetPrompt, SendError> {
+async fn read(answer: Response<EngineBody>) -> Result<RemotePrefill, SendError> {
     let status = answer.status();
     if !status.is_success() {
-        return Ok(MetPrompt::Refused(status, read_refusal(answer).await));
+        return Ok(RemotePrefill::Refused(status, read_refusal(answer).await));
     }
     let body = Limited::new(answer.into_body(), PREFILL_ANSWER_BYTES_MAX).collect();
     let body = body.await.map_err(|_| SendError::Ended)?.to_bytes();
@@ -214,25 +214,25 @@ async fn read(answer: Response<EngineBody>) -> Result<MetPrompt, SendError> {
 }
 
 /// Reads an answer, whole or a stream of events.
-fn judge(answer: &[u8]) -> MetPrompt {
+fn judge(answer: &[u8]) -> RemotePrefill {
     let mut usage = None;
     let events = answer.split(|byte| *byte == b'\n');
     let events = events.filter_map(|line| line.strip_prefix(b"data:"));
     for said in std::iter::once(answer).chain(events) {
         if value_of(said, "error").is_some_and(|error| error.first() == Some(&b'{')) {
-            return MetPrompt::Refused(StatusCode::BAD_GATEWAY, None);
+            return RemotePrefill::Refused(StatusCode::BAD_GATEWAY, None);
         }
         usage = value_of(said, "usage").and_then(read_usage).or(usage);
     }
-    MetPrompt::Computed(usage)
+    RemotePrefill::Computed(usage)
 }
 
 /// Waits until the prompt is known to be computed; `None`: it is, as the answer has begun.
 async fn until_computed(
-    mut computing: Pin<&mut impl Future<Output = MetPrompt>>,
+    mut computing: Pin<&mut impl Future<Output = RemotePrefill>>,
     response: &mut Response<EngineBody>,
     first_byte_by: Instant,
-) -> Result<Option<MetPrompt>, AttemptFailure> {
+) -> Result<Option<RemotePrefill>, AttemptError> {
     let begun = poll_fn(|cx| response.body_mut().poll_first(cx));
     let begun = tokio::select! {
         biased;
@@ -241,18 +241,18 @@ async fn until_computed(
     };
     match begun {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => return Err(AttemptFailure::of(error, true)),
-        Err(_) => return Err(AttemptFailure::TimedOut),
+        Ok(Err(error)) => return Err(AttemptError::of(error, true)),
+        Err(_) => return Err(AttemptError::TimedOut),
     }
     match timeout(PREFILL_END_MAX, computing).await {
-        Ok(MetPrompt::Computed(usage)) => Ok(Some(MetPrompt::Computed(usage))),
+        Ok(RemotePrefill::Computed(usage)) => Ok(Some(RemotePrefill::Computed(usage))),
         // It is of no interest any more.
-        Ok(MetPrompt::Refused(..) | MetPrompt::Failed(_)) | Err(_) => Ok(None),
+        Ok(RemotePrefill::Refused(..) | RemotePrefill::Failed(_)) | Err(_) => Ok(None),
     }
 }
 
 /// The answer was under way and has failed before its body began.
-fn over(result: AttemptResult, failure: &AttemptFailure) -> AttemptResult {
+fn over(result: AttemptResult, failure: &AttemptError) -> AttemptResult {
     match result {
         AttemptResult::Answered(_, attempt) => {
             attempt.end(failure.end(), Instant::now());
@@ -268,8 +268,8 @@ fn settle(
     sending: &OutgoingRequest<'_>,
     (decision, chosen): (&Decision, &PrefillDecision),
     mut prefill: PrefillAttempt,
-    (result, prefilled): (AttemptResult, Option<MetPrompt>),
-) -> Result<MetResult, ProxyError> {
+    (result, prefilled): (AttemptResult, Option<RemotePrefill>),
+) -> Result<PairResult, ProxyError> {
     let now = Instant::now();
     let slots = (decision.backend.slot, chosen.backend.slot);
     match (result, prefilled) {
@@ -279,18 +279,18 @@ fn settle(
             prefill.answered(None, now);
             attempt.prefilled(prefill, None, now);
             let result = AttemptResult::Answered(response, attempt);
-            Ok(MetResult::of(result, slots.0))
+            Ok(PairResult::of(result, slots.0))
         }
-        (AttemptResult::Answered(response, mut attempt), Some(MetPrompt::Computed(usage))) => {
+        (AttemptResult::Answered(response, mut attempt), Some(RemotePrefill::Computed(usage))) => {
             prefill.answered(usage, now);
             attempt.prefilled(prefill, usage, now);
             let result = AttemptResult::Answered(response, attempt);
-            Ok(MetResult::of(result, slots.0))
+            Ok(PairResult::of(result, slots.0))
         }
-        (result, Some(MetPrompt::Computed(usage))) => {
+        (result, Some(RemotePrefill::Computed(usage))) => {
             prefill.answered(usage, now);
             prefill.end(AttemptEnd::Finished);
-            Ok(MetResult::of(result, slots.0))
+            Ok(PairResult::of(result, slots.0))
         }
         (result, None) => {
             // Who is at fault of a lost transfer is not known; the prompt had not gone over yet.
@@ -302,7 +302,7 @@ fn settle(
             }
             prefill.end(AttemptEnd::NotRun);
             let at_fault = if is_transfer { slots.1 } else { slots.0 };
-            Ok(MetResult::of(result, at_fault))
+            Ok(PairResult::of(result, at_fault))
         }
         (result, Some(failed)) => {
             if let AttemptResult::Answered(_, attempt) = result {
@@ -319,11 +319,11 @@ fn without_prompt(
     sending: &OutgoingRequest<'_>,
     chosen: &PrefillDecision,
     prefill: PrefillAttempt,
-    prefilled: MetPrompt,
-) -> Result<MetResult, ProxyError> {
+    prefilled: RemotePrefill,
+) -> Result<PairResult, ProxyError> {
     let (backend, user, now) = (chosen.backend, prefill.user(), Instant::now());
     let (result, is_final) = match prefilled {
-        MetPrompt::Refused(status, refusal) => {
+        RemotePrefill::Refused(status, refusal) => {
             let is_clients = status.is_client_error();
             match is_clients {
                 true => proxy.backends.report_answer(backend, user, now),
@@ -333,7 +333,7 @@ fn without_prompt(
             let is_final = is_clients && !proxy.settings.retry_statuses.contains(&status);
             (NotRun::Refused(refusal), is_final)
         }
-        MetPrompt::Failed(failure) => {
+        RemotePrefill::Failed(failure) => {
             failure.report(proxy, backend, user);
             prefill.end(failure.end());
             note(proxy, sending, (backend, &chosen.name), &failure);
@@ -347,9 +347,9 @@ fn without_prompt(
             };
             (unrun, false)
         }
-        MetPrompt::Computed(_) => (NotRun::WithoutPrompt, false),
+        RemotePrefill::Computed(_) => (NotRun::WithoutPrompt, false),
     };
-    Ok(MetResult {
+    Ok(PairResult {
         result: AttemptResult::NotRun(result),
         at_fault: backend.slot,
         is_final,
@@ -364,8 +364,8 @@ mod tests {
     fn a_prefill_engine_tells_usage_or_an_error_whole_or_in_a_stream() {
         let usage = r#""usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}"#;
         let told = |answer: &str| match judge(answer.as_bytes()) {
-            MetPrompt::Computed(usage) => Some(usage.map(|usage| usage.cached_tokens)),
-            MetPrompt::Refused(..) | MetPrompt::Failed(_) => None,
+            RemotePrefill::Computed(usage) => Some(usage.map(|usage| usage.cached_tokens)),
+            RemotePrefill::Refused(..) | RemotePrefill::Failed(_) => None,
         };
         assert_eq!(
             told(&format!(r#"{{"choices":[],{usage}}}"#)),

@@ -30,9 +30,9 @@ use super::pace::{CurrentResponse, WriteTimeoutSocket};
 use super::{AnswerBody, CLOSE, Proxy};
 use crate::backends::pool::prepare;
 use crate::error::{ProxyError, openai_body};
-use crate::seldom::Seldom;
+use crate::seldom::LogRateLimit;
 use crate::tls::{
-    self, Certificates, ClearRefusal, ListenerFiles, MaybeTls, ServerConfig, TlsAcceptError,
+    self, Certificates, ClearRejection, ListenerFiles, MaybeTls, ServerConfig, TlsAcceptError,
 };
 
 /// How often idle connections to engines are looked through.
@@ -54,7 +54,7 @@ const EVICT_EVERY: Duration = Duration::from_millis(100);
 const EVICTED_WITHIN: Duration = Duration::from_secs(1);
 
 /// What a client hears that speaks HTTP in the clear where TLS is spoken.
-static NO_TLS: LazyLock<ClearRefusal> = LazyLock::new(|| ClearRefusal {
+static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
     content_type: "application/json",
     body: openai_body(&ProxyError::BadRequest {
         message: "this port speaks TLS; use https://".to_owned(),
@@ -149,7 +149,7 @@ impl Server {
             knocking: None,
         };
         let builder = Arc::new(builder(&proxy));
-        let failures = Seldom::new(1, ACCEPT_TOLD_EVERY);
+        let failures = LogRateLimit::new(1, ACCEPT_TOLD_EVERY);
         let mut reap = interval(REAP_INTERVAL);
         reap.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let context = || ConnectionContext {

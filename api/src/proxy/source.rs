@@ -15,7 +15,7 @@ pub(super) enum AnswerSource {
     /// Over this replica's own connection.
     Engine(EngineBody),
     /// In pieces that a gateway hands over.
-    Gateway(HandedBody),
+    Gateway(AnswerPipeReader),
 }
 
 impl Body for AnswerSource {
@@ -48,31 +48,34 @@ impl Body for AnswerSource {
 }
 
 /// The reading end of an answer that is handed over. One task holds both ends.
-pub(super) struct HandedBody(Arc<Mutex<HandedPieces>>);
+pub(super) struct AnswerPipeReader(Arc<Mutex<AnswerPipe>>);
 
 /// The writing end. An answer that it does not [end](HandedWriter::end) goes on.
-pub(super) struct HandedWriter(Arc<Mutex<HandedPieces>>);
+pub(super) struct AnswerPipeWriter(Arc<Mutex<AnswerPipe>>);
 
 #[derive(Default)]
-struct HandedPieces {
+struct AnswerPipe {
     pieces: VecDeque<Bytes>,
     has_ended: bool,
     reader: Option<Waker>,
 }
 
-impl HandedPieces {
+impl AnswerPipe {
     fn is_over(&self) -> bool {
         self.has_ended && self.pieces.is_empty()
     }
 }
 
 /// Both ends of an answer of which nothing has come.
-pub(super) fn handed() -> (HandedWriter, HandedBody) {
-    let pieces = Arc::<Mutex<HandedPieces>>::default();
-    (HandedWriter(Arc::clone(&pieces)), HandedBody(pieces))
+pub(super) fn handed() -> (AnswerPipeWriter, AnswerPipeReader) {
+    let pieces = Arc::<Mutex<AnswerPipe>>::default();
+    (
+        AnswerPipeWriter(Arc::clone(&pieces)),
+        AnswerPipeReader(pieces),
+    )
 }
 
-impl HandedWriter {
+impl AnswerPipeWriter {
     /// Adds a piece. The caller reads it before it adds the next.
     pub(super) fn push(&self, piece: Bytes) {
         self.change(|pieces| {
@@ -87,7 +90,7 @@ impl HandedWriter {
         self.change(|pieces| pieces.has_ended = true);
     }
 
-    fn change(&self, change: impl FnOnce(&mut HandedPieces)) {
+    fn change(&self, change: impl FnOnce(&mut AnswerPipe)) {
         let mut pieces = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut pieces);
         if let Some(reader) = pieces.reader.take() {
@@ -96,9 +99,9 @@ impl HandedWriter {
     }
 }
 
-impl HandedBody {
+impl AnswerPipeReader {
     /// Never contended: one task holds both ends.
-    fn lock(&self) -> MutexGuard<'_, HandedPieces> {
+    fn lock(&self) -> MutexGuard<'_, AnswerPipe> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -68,7 +68,7 @@ impl LastChunk {
 }
 
 /// What an event turned out to be.
-enum Judgement {
+enum EventAction {
     /// It goes on as it is.
     Kept,
     /// Without these bytes of the event.
@@ -246,11 +246,11 @@ impl SseStream {
                             by,
                         }));
                         match judgement {
-                            Judgement::Kept => {}
-                            Judgement::Cut(cut) => {
+                            EventAction::Kept => {}
+                            EventAction::Cut(cut) => {
                                 edits.push(Edit::cut(start + cut.start..start + cut.end));
                             }
-                            Judgement::Waits(usage) => {
+                            EventAction::Waits(usage) => {
                                 let event = start..start + length;
                                 self.last_chunk = Some(LastChunk {
                                     event: bytes.slice(event.clone()),
@@ -287,33 +287,33 @@ impl SseStream {
         payload: Range<usize>,
         length: usize,
         observe: &mut impl FnMut(&AnswerDelta<'_>),
-    ) -> (Judgement, Option<Bytes>) {
+    ) -> (EventAction, Option<Bytes>) {
         let last_chunk = self.last_chunk.take();
         if json == b"[DONE]" {
             self.is_done = true;
-            return (Judgement::Kept, last_chunk.map(|chunk| chunk.event));
+            return (EventAction::Kept, last_chunk.map(|chunk| chunk.event));
         }
         let findings = inspect(json);
         observe(&findings);
         let before = last_chunk.map(|chunk| chunk.without_usage());
         let Some(member) = findings.usage_member else {
-            return (Judgement::Kept, before);
+            return (EventAction::Kept, before);
         };
         if findings.has_no_choices && findings.usage.is_some() {
             let judgement = match self.wanted.final_chunk {
-                true => Judgement::Kept,
-                false => Judgement::Cut(0..length),
+                true => EventAction::Kept,
+                false => EventAction::Cut(0..length),
             };
             return (judgement, before);
         }
         let member = payload.start + member.start..payload.start + member.end;
         let is_asked = self.wanted.final_chunk;
         let judgement = if self.wanted.running || (is_asked && findings.is_usage_null) {
-            Judgement::Kept
+            EventAction::Kept
         } else if is_asked && findings.ends_choice && findings.usage.is_some() {
-            Judgement::Waits(member)
+            EventAction::Waits(member)
         } else {
-            Judgement::Cut(member)
+            EventAction::Cut(member)
         };
         (judgement, before)
     }

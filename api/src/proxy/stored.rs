@@ -39,7 +39,7 @@ const ENGINE_TIMEOUT: Duration = Duration::from_secs(5);
 const STORED_BYTES_MAX: usize = 64 << 20;
 
 /// An engine that may have the response.
-struct Keeper {
+struct StoringBackend {
     handle: BackendRef,
     id: String,
     url: String,
@@ -47,7 +47,7 @@ struct Keeper {
 
 /// How a request came.
 #[derive(Clone, Copy)]
-pub(super) struct CameFrom<'a> {
+pub(super) struct RequestContext<'a> {
     /// The client's address.
     pub(super) peer: &'a HeaderValue,
     pub(super) request_id: &'a HeaderValue,
@@ -62,7 +62,7 @@ pub(super) async fn forward_stored(
     proxy: &Arc<Proxy>,
     holder: &Holder,
     head: &Parts,
-    from: CameFrom<'_>,
+    from: RequestContext<'_>,
 ) -> Result<ForwardResult, ProxyError> {
     let mut was_silent = false;
     for keeper in keepers(proxy) {
@@ -109,12 +109,12 @@ pub(super) async fn forward_stored(
 }
 
 /// All engines that answer. One that drains may have stored what its clients now ask for.
-fn keepers(proxy: &Proxy) -> Vec<Keeper> {
+fn keepers(proxy: &Proxy) -> Vec<StoringBackend> {
     let registry = proxy.view.registry();
     // The ranks of an engine have one store.
     let backends = registry.backends.iter().filter(|it| !it.is_further_rank());
     let up = backends.filter(|it| proxy.backends.is_up(&registry, it));
-    up.map(|backend| Keeper {
+    up.map(|backend| StoringBackend {
         handle: backend.handle,
         id: backend.spec.id.clone(),
         url: backend.spec.url.clone(),
@@ -132,9 +132,9 @@ fn is_elsewhere(status: StatusCode) -> bool {
 
 async fn ask(
     proxy: &Proxy,
-    keeper: &Keeper,
+    keeper: &StoringBackend,
     head: &Parts,
-    from: CameFrom<'_>,
+    from: RequestContext<'_>,
 ) -> Result<Response<EngineBody>, SendError> {
     let endpoint = proxy.pool.endpoint(keeper.handle, &keeper.url)?;
     let keys = proxy.backends.keys();
@@ -184,7 +184,11 @@ async fn model_of(response: Response<EngineBody>) -> String {
     made.model
 }
 
-fn relay(proxy: &Arc<Proxy>, keeper: &Keeper, response: Response<EngineBody>) -> ForwardResult {
+fn relay(
+    proxy: &Arc<Proxy>,
+    keeper: &StoringBackend,
+    response: Response<EngineBody>,
+) -> ForwardResult {
     let (mut head, body) = response.into_parts();
     let dialect = Dialect::Responses;
     let content = content(head.status, &head.headers, dialect, WantedUsage::ALL);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use state::ids::{BackendRef, BlockHash, LogIndex};
-use state::policy::{Choice, MatchBy, Needs, PolicyConfig, PolicyRequest, UserTokens};
+use state::policy::{Choice, MatchBy, PolicyConfig, PolicyInputs, PolicyRequest, UserTokens};
 use state::{Registry, StateView};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
@@ -19,7 +19,7 @@ use super::load_reader::LoadReader;
 use super::metrics::RoutingMetrics;
 use super::outbox::Overlay;
 use super::pairing::{PairRules, SettledDecision, WholeDecision};
-use super::panic::Panics;
+use super::panic::PanicModes;
 use super::record::DecisionRecord;
 use super::select::SelectSettings;
 use super::verdict::FilterVerdict;
@@ -46,7 +46,7 @@ pub struct Decider {
     /// Whether decisions keep what they went by.
     pub(super) is_recording: bool,
     pub(super) metrics: RoutingMetrics,
-    pub(super) panics: Panics,
+    pub(super) panics: PanicModes,
 }
 
 /// What a decision is for.
@@ -333,7 +333,7 @@ impl Decider {
     pub(super) fn supplement(
         &self,
         fleet: &RoutingTable,
-        needs: &Needs<'_>,
+        needs: &PolicyInputs<'_>,
         scratch: &mut DecisionScratch,
     ) {
         let service = self.view.service();
@@ -355,7 +355,7 @@ impl Decider {
         &self,
         fleet: &RoutingTable,
         ask: &RoutingRequest<'_>,
-        needs: &Needs<'_>,
+        needs: &PolicyInputs<'_>,
         turn: u64,
     ) -> PolicyRequest {
         PolicyRequest {

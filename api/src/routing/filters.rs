@@ -18,7 +18,7 @@ use super::decide::Decider;
 use super::fleet::{DecisionScratch, RoutingTable, ServingBackend, user_of};
 use super::verdict::FilterVerdict;
 use super::{RoutingRejection, RoutingRequest};
-use crate::backends::{Doubt, Glance};
+use crate::backends::{Doubt, HealthFlags};
 use crate::isolation::CacheIsolation;
 use crate::planted::{self, Bug};
 use crate::prompt::BlockUnit;
@@ -302,11 +302,11 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     fn verdict(
         &self,
         backend: &ServingBackend,
-        glance: Option<Glance>,
+        glance: Option<HealthFlags>,
         ejected: Ejection,
     ) -> FilterVerdict {
         let user = || user_of(self.fleet, self.ask);
-        let is_up = |glance: Glance| {
+        let is_up = |glance: HealthFlags| {
             let (backends, doubt) = (&self.decider.backends, self.scratch.doubt);
             let doubted = || backends.is_doubted(self.registered(backend), glance, doubt, self.now);
             glance.is_healthy || doubted()

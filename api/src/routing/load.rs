@@ -23,7 +23,7 @@ use crate::sync::{ArcSwap, Mutex, MutexGuard, Notify};
 #[path = "load/gauge.rs"]
 mod gauge;
 
-pub(crate) use gauge::NoPlace;
+pub(crate) use gauge::ReserveRejection;
 use gauge::{BackendLoad, LessLoadSignal};
 pub use gauge::{LoadGuard, ReservedPlace};
 
@@ -141,12 +141,12 @@ impl LoadTable {
     /// Takes a place at `backend`, of those that this replica has under this limit.
     ///
     /// # Errors
-    /// [`NoPlace`].
+    /// [`ReserveRejection`].
     pub(super) fn reserve(
         &self,
         backend: BackendRef,
         limit: Option<u32>,
-    ) -> Result<ReservedPlace, NoPlace> {
+    ) -> Result<ReservedPlace, ReserveRejection> {
         let gauge = self.gauge(backend);
         match limit {
             None => Ok(ReservedPlace::beyond(gauge)),

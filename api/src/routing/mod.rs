@@ -69,7 +69,7 @@ use self::lengths::OutputLengths;
 use self::load_reader::LoadReader;
 use self::outbox::driver::OutboxDriver;
 use self::pairing::PairRules;
-use self::panic::Panics;
+use self::panic::PanicModes;
 use self::priced::PricedTotal;
 use self::samples::ServiceSamples;
 use self::texts::TextSums;
@@ -329,7 +329,7 @@ impl Router {
             pairs,
             is_recording: false,
             metrics: metrics.clone(),
-            panics: Panics::new(metrics.clone()),
+            panics: PanicModes::new(metrics.clone()),
         };
         let dispatcher = Dispatcher {
             view: Arc::clone(&view),

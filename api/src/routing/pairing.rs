@@ -55,14 +55,14 @@ impl<'a> WholeDecision<'a> {
 
 /// Why a request does not go to two backends.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct PairRefusal {
+pub(super) struct PairRejection {
     /// Why it is one backend, where one can do it; `None`: none computes prompts for others.
     pub(super) whole: Option<WholeReason>,
     /// Why it is none, where no backend can do all of it.
     pub(super) none: RoutingRejection,
 }
 
-impl From<WholeReason> for PairRefusal {
+impl From<WholeReason> for PairRejection {
     fn from(why: WholeReason) -> Self {
         let none = match why {
             WholeReason::NotSeparable => RoutingRejection::NotSeparable,
@@ -76,7 +76,7 @@ impl From<WholeReason> for PairRefusal {
     }
 }
 
-impl PairRefusal {
+impl PairRejection {
     /// No backend can compute the prompt for another, for this reason.
     pub(super) fn without_prefill(why: RoutingRejection) -> Self {
         let none = match why {

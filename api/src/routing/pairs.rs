@@ -17,7 +17,7 @@ use state::policy::{
 
 use super::decide::Decider;
 use super::fleet::{DecisionScratch, RoutingTable};
-use super::pairing::{PairRefusal, SettledDecision, WholeDecision};
+use super::pairing::{PairRejection, SettledDecision, WholeDecision};
 use super::record::{PrefillRecord, SeenCandidates};
 use super::{PrefillDecision, RequestStages, RoutingRejection, RoutingRequest};
 use crate::backends::BreakerState;
@@ -109,10 +109,10 @@ impl Decider {
         &self,
         whole: &WholeDecision<'_>,
         scratch: &DecisionScratch,
-    ) -> Result<PairDecision, PairRefusal> {
+    ) -> Result<PairDecision, PairRejection> {
         let WholeDecision { fleet, ask, .. } = *whole;
         if !fleet.has_prefill() {
-            return Err(PairRefusal {
+            return Err(PairRejection {
                 whole: None,
                 none: RoutingRejection::NoPrefill,
             });
@@ -142,7 +142,7 @@ impl Decider {
         (whole, settings): (&WholeDecision<'_>, &PairSettings),
         prefill: &mut DecisionScratch,
         scratch: &DecisionScratch,
-    ) -> Result<PairDecision, PairRefusal> {
+    ) -> Result<PairDecision, PairRejection> {
         let WholeDecision {
             fleet, ask, now, ..
         } = *whole;
@@ -150,7 +150,7 @@ impl Decider {
         let needs = config.needs();
         let needed = whole.choice.is_none().then_some(Handover::Room);
         let admitted = self.admit_prefill(fleet, ask, now, needed, prefill);
-        admitted.map_err(PairRefusal::without_prefill)?;
+        admitted.map_err(PairRejection::without_prefill)?;
         self.match_blocks(fleet, ask, needs.match_by, prefill);
         self.supplement(fleet, &needs, prefill);
         let alone = whole.choice.map(|choice| {

@@ -12,14 +12,14 @@ use crate::backends::named_models;
 
 /// Models in panic mode as they were last seen.
 #[derive(Default)]
-pub(super) struct Panics {
+pub(super) struct PanicModes {
     models: Mutex<BTreeSet<String>>,
     /// Their number, so that a decision looks no further while there are none.
     count: AtomicUsize,
     metrics: RoutingMetrics,
 }
 
-impl Panics {
+impl PanicModes {
     /// None yet; changes show in `metrics`.
     pub(super) fn new(metrics: RoutingMetrics) -> Self {
         Self {

@@ -17,8 +17,8 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use state::ids::{BackendRef, LogIndex};
 use state::policy::{
-    self, Candidate, Choice, Handover, Needs, PolicyConfig, PolicyRequest, Prices, Reason, Score,
-    UserTokens, WholeReason,
+    self, Candidate, Choice, Handover, PolicyConfig, PolicyInputs, PolicyRequest, Prices, Reason,
+    Score, UserTokens, WholeReason,
 };
 
 use super::fleet::{DecisionScratch, PolicySource, RoutingTable};
@@ -150,7 +150,7 @@ impl ExplainedRequest {
     /// What a policy with these needs looks at; `headers` name the session's place.
     pub(super) fn of(
         request: &PolicyRequest,
-        needs: &Needs<'_>,
+        needs: &PolicyInputs<'_>,
         headers: Option<&HeaderMap>,
     ) -> Self {
         let named = needs.session.zip(headers);

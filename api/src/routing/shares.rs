@@ -1,6 +1,6 @@
 //! Shares of the backends' limits: this replica's part of the protocol of [`state::shares`].
 //!
-//! The protocol is a [`ShareBook`]; the places that requests take are in the [`LoadTable`], one
+//! The protocol is a [`ShareLedger`]; the places that requests take are in the [`LoadTable`], one
 //! word per backend. This module connects them: after every change (20 ms passed, a peer reported,
 //! requests began to wait, a place that peers want became free) it updates the book, withdraws the
 //! places to hand over from the table, if they are free there, and sets how many requests may run.
@@ -13,10 +13,10 @@ use state::StateView;
 use state::admission::Batching;
 use state::ids::{BackendRef, ReplicaId, SessionId};
 use state::policy::Handover;
-use state::shares::{Demand, ShareBook};
+use state::shares::{Demand, ShareLedger};
 use tokio::time::Instant;
 
-use super::load::{LoadTable, NoPlace, ReservedPlace};
+use super::load::{LoadTable, ReserveRejection, ReservedPlace};
 use super::metrics::ShareMetrics;
 use super::{Decider, Decision, LoadReportError, RoutingMetrics, RoutingRejection, RoutingRequest};
 use crate::planted::{self, Bug};
@@ -71,7 +71,7 @@ pub struct ShareStanding {
 }
 
 struct Inner {
-    book: ShareBook,
+    book: ShareLedger,
     wanted: WantedPlaces,
 }
 
@@ -82,7 +82,7 @@ impl Shares {
         metrics: &RoutingMetrics,
     ) -> Self {
         let inner = Inner {
-            book: ShareBook::new(replica, session),
+            book: ShareLedger::new(replica, session),
             wanted: WantedPlaces::new(),
         };
         Self {
@@ -139,9 +139,9 @@ impl Shares {
         let limit = self.view.limit(backend.slot);
         match self.load.reserve(backend, limit) {
             Ok(place) => Some(place),
-            Err(NoPlace::Full) => None,
+            Err(ReserveRejection::Full) => None,
             // It is new, or another limit has been applied this moment.
-            Err(NoPlace::OtherLimit) => {
+            Err(ReserveRejection::OtherLimit) => {
                 let mut inner = self.lock();
                 inner.book.set_limit(backend, limit);
                 self.balance(&mut inner, backend);
@@ -220,7 +220,7 @@ impl Shares {
         wire::encode(&self.lock().book.report())
     }
 
-    fn show(&self, book: &ShareBook) {
+    fn show(&self, book: &ShareLedger) {
         let (mut held, mut over) = (0, 0);
         for backend in book.backends() {
             let allowed = book.allowed(backend).unwrap_or_default();

@@ -18,7 +18,7 @@ use state::command::Rejection;
 use state::quotas::{TOKENS_MAX, UserLimits};
 
 use super::form::{self, LongSpan, LongSpanOrZero, Parsed, Slots, Span, SpanOrZero, ms};
-use super::schema::{SettingFault, schema_of, valid_part};
+use super::schema::{SettingError, schema_of, valid_part};
 
 /// The replicated settings of `[admission]`.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
@@ -125,7 +125,7 @@ impl AdmissionForm {
     ///
     /// # Errors
     /// Every fault, at least one.
-    pub fn read(document: &Value) -> Result<Self, Vec<SettingFault>> {
+    pub fn read(document: &Value) -> Result<Self, Vec<SettingError>> {
         let read = read_form::<Self>(&SCHEMA, document)?;
         // Whether values fit together can be told once each is valid by itself.
         match read.misfit() {
@@ -136,14 +136,14 @@ impl AdmissionForm {
 
     /// Returns the first value that does not fit the others.
     #[must_use]
-    pub fn misfit(&self) -> Option<SettingFault> {
+    pub fn misfit(&self) -> Option<SettingError> {
         let Err(Rejection::Invalid { field, expected }) = self.settings().validate() else {
             return None;
         };
         let key = written(&field);
         let values = serde_json::to_value(self).unwrap_or_default();
         let found = values.pointer(&format!("/{}", key.replace('.', "/")));
-        Some(SettingFault {
+        Some(SettingError {
             found: found.unwrap_or_default().to_string(),
             key,
             expected: written(&expected),
@@ -182,7 +182,7 @@ impl UserLimitsForm {
     ///
     /// # Errors
     /// Every fault, at least one.
-    pub fn read(document: &Value) -> Result<Self, Vec<SettingFault>> {
+    pub fn read(document: &Value) -> Result<Self, Vec<SettingError>> {
         read_form(&LIMITS, document)
     }
 
@@ -213,20 +213,20 @@ impl From<&UserLimits> for UserLimitsForm {
 ///
 /// # Errors
 /// Every fault, at least one.
-pub fn read_budget(document: &Value) -> Result<Budget, Vec<SettingFault>> {
+pub fn read_budget(document: &Value) -> Result<Budget, Vec<SettingError>> {
     read_form(&BUDGET, document)
 }
 
 pub(super) fn read_form<T: DeserializeOwned>(
     schema: &Value,
     document: &Value,
-) -> Result<T, Vec<SettingFault>> {
+) -> Result<T, Vec<SettingError>> {
     let (valid, faults) = valid_part(form::named, schema, document);
     if !faults.is_empty() {
         return Err(faults);
     }
     serde_json::from_value(valid).map_err(|error| {
-        vec![SettingFault {
+        vec![SettingError {
             key: String::new(),
             found: error.to_string(),
             expected: "settings as docs/reference/config.md lists them".to_owned(),
@@ -426,7 +426,7 @@ mod tests {
         let faults = AdmissionForm::read(&misfit).unwrap_err();
         expect_test::expect![[r#"
             [
-                SettingFault {
+                SettingError {
                     key: "sla.max_batch",
                     found: "8",
                     expected: "at least sla.min_batch",

@@ -23,6 +23,6 @@ pub use listing::{
     SharedFileSettings, differences, in_effect, url_of,
 };
 pub use schema::{
-    SettingFault, expected, fit, join, properties, required, schema_of, simplify, table, valid_part,
+    SettingError, expected, fit, join, properties, required, schema_of, simplify, table, valid_part,
 };
 pub use users::{DefaultCache, UserDefaultsForm};

@@ -9,7 +9,7 @@ use super::form::{FormLookup, NamedForm};
 
 /// A key that is not there, or whose value is not valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SettingFault {
+pub struct SettingError {
     /// Path of the key.
     pub key: String,
     /// What was found there.
@@ -124,7 +124,7 @@ pub fn valid_part(
     forms: FormLookup,
     schema: &Value,
     document: &Value,
-) -> (Value, Vec<SettingFault>) {
+) -> (Value, Vec<SettingError>) {
     let mut faults = Vec::new();
     let valid = walk(forms, schema, ("", document), &mut faults);
     (valid.unwrap_or_default(), faults)
@@ -134,10 +134,10 @@ fn walk(
     forms: FormLookup,
     schema: &Value,
     (path, value): (&str, &Value),
-    faults: &mut Vec<SettingFault>,
+    faults: &mut Vec<SettingError>,
 ) -> Option<Value> {
     let mut refuse = |expected: String| {
-        faults.push(SettingFault {
+        faults.push(SettingError {
             key: path.to_owned(),
             found: shown(value),
             expected,
@@ -160,7 +160,7 @@ fn walk(
         let Some(schema) = schema["properties"].get(name) else {
             let mut names: Vec<_> = properties(schema).map(|(it, _)| it.as_str()).collect();
             names.sort_unstable();
-            faults.push(SettingFault {
+            faults.push(SettingError {
                 key,
                 found: "an unknown key".to_owned(),
                 expected: format!("one of {}", names.join(", ")),

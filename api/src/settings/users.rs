@@ -14,7 +14,7 @@ use state::users::WEIGHT_MILLI_DEFAULT;
 
 use super::admission::{UserLimitsForm, read_form};
 use super::form;
-use super::schema::{SettingFault, schema_of};
+use super::schema::{SettingError, schema_of};
 
 /// `[users.defaults]`.
 #[derive(Debug, Clone, PartialEq, SmartDefault, Serialize, Deserialize, JsonSchema)]
@@ -57,7 +57,7 @@ impl UserDefaultsForm {
     ///
     /// # Errors
     /// Every fault, at least one.
-    pub fn read(document: &Value) -> Result<Self, Vec<SettingFault>> {
+    pub fn read(document: &Value) -> Result<Self, Vec<SettingError>> {
         let read: Self = read_form(&SCHEMA, document)?;
         match read.misfit() {
             Some(fault) => Err(vec![fault]),
@@ -67,9 +67,9 @@ impl UserDefaultsForm {
 
     /// Returns the first value that does not fit the others.
     #[must_use]
-    pub fn misfit(&self) -> Option<SettingFault> {
+    pub fn misfit(&self) -> Option<SettingError> {
         if let (DefaultCache::Shared, Some(group)) = (self.cache, &self.cache_group) {
-            return Some(SettingFault {
+            return Some(SettingError {
                 key: "cache_group".to_owned(),
                 found: format!("{group:?}"),
                 expected: "none where cache is not \"isolated\"".to_owned(),
@@ -81,7 +81,7 @@ impl UserDefaultsForm {
         let key = field.replace("window_ms", "window");
         let values = serde_json::to_value(self).unwrap_or_default();
         let found = values.pointer(&format!("/{}", key.replace('.', "/")));
-        Some(SettingFault {
+        Some(SettingError {
             found: found.unwrap_or_default().to_string(),
             key,
             expected,

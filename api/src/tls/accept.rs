@@ -28,7 +28,7 @@ pub enum TlsAcceptError {
 
 /// What a client that speaks HTTP in the clear is answered.
 #[derive(Debug, Clone)]
-pub struct ClearRefusal {
+pub struct ClearRejection {
     /// The form of the body.
     pub content_type: &'static str,
     /// The body of a 400.
@@ -44,7 +44,7 @@ pub struct ClearRefusal {
 pub async fn accept<S: AsyncRead + AsyncWrite + Unpin>(
     mut stream: TcpStream,
     config: Arc<ServerConfig>,
-    refusal: &ClearRefusal,
+    refusal: &ClearRejection,
     wrap: impl FnOnce(TcpStream) -> S,
 ) -> Result<MaybeTls<S>, TlsAcceptError> {
     let mut first = [0; 1];
@@ -59,8 +59,8 @@ pub async fn accept<S: AsyncRead + AsyncWrite + Unpin>(
     Ok(MaybeTls::Tls(Box::new(TlsStream::Server(accepted))))
 }
 
-async fn refuse(stream: &mut TcpStream, refusal: &ClearRefusal) -> io::Result<()> {
-    let ClearRefusal { content_type, body } = refusal;
+async fn refuse(stream: &mut TcpStream, refusal: &ClearRejection) -> io::Result<()> {
+    let ClearRejection { content_type, body } = refusal;
     let head = format!(
         "HTTP/1.1 400 Bad Request\r\ncontent-type: {content_type}\r\ncontent-length: {}\r\n\
          connection: close\r\n\r\n",

@@ -25,7 +25,7 @@ use std::sync::{Arc, LazyLock};
 
 use rustls::crypto::{CryptoProvider, ring};
 
-pub use accept::{ClearRefusal, TlsAcceptError, accept};
+pub use accept::{ClearRejection, TlsAcceptError, accept};
 pub use certificates::{CertificateSource, Certificates, LoadedConfig};
 pub use client::{ClientFiles, PeerConfigs, PeerFiles};
 pub use error::TlsSetupError;

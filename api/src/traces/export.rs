@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::request::Tracer;
-use crate::seldom::Seldom;
+use crate::seldom::LogRateLimit;
 
 /// Most spans that wait for the collector.
 const SPANS_WAITING_MAX: usize = 8192;
@@ -131,7 +131,7 @@ pub struct SpanExport {
     waiting: mpsc::Receiver<SpanData>,
     exporter: SpanExporter,
     metrics: TracingMetrics,
-    warnings: Seldom,
+    warnings: LogRateLimit,
     endpoint: String,
 }
 
@@ -173,7 +173,7 @@ impl SpanExport {
             waiting,
             exporter,
             metrics,
-            warnings: Seldom::new(1, WARN_EVERY),
+            warnings: LogRateLimit::new(1, WARN_EVERY),
             endpoint: endpoint.clone(),
         };
         Ok((Tracer(provider.tracer("quorate")), export))

@@ -1,7 +1,7 @@
 //! Messages of a gateway in any order: the first that is out of turn ends the stream with an error that
 //! names it, and whatever comes of them, nothing stays.
 
-use api::proxy::picker::ext_proc::processing_request::Request as Said;
+use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
 use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
 use proptest::prelude::*;
 use tonic::Code;
@@ -10,7 +10,7 @@ use super::fleet::eventually;
 use super::picking::{CHAT, engines, head_of, headers, modes, piece_of, plain, start};
 
 /// A message of any kind.
-fn any_message() -> impl Strategy<Value = Said> {
+fn any_message() -> impl Strategy<Value = LoggedLines> {
     let piece = (
         prop::sample::select(vec![CHAT, "", "data: {}\n\n", "{"]),
         any::<bool>(),
@@ -24,12 +24,12 @@ fn any_message() -> impl Strategy<Value = Said> {
             head
         });
     prop_oneof![
-        2 => head.clone().prop_map(Said::RequestHeaders),
-        3 => piece.clone().prop_map(Said::RequestBody),
-        2 => head.prop_map(Said::ResponseHeaders),
-        3 => piece.prop_map(Said::ResponseBody),
-        1 => Just(Said::RequestTrailers(HttpTrailers::default())),
-        1 => Just(Said::ResponseTrailers(HttpTrailers::default())),
+        2 => head.clone().prop_map(LoggedLines::RequestHeaders),
+        3 => piece.clone().prop_map(LoggedLines::RequestBody),
+        2 => head.prop_map(LoggedLines::ResponseHeaders),
+        3 => piece.prop_map(LoggedLines::ResponseBody),
+        1 => Just(LoggedLines::RequestTrailers(HttpTrailers::default())),
+        1 => Just(LoggedLines::ResponseTrailers(HttpTrailers::default())),
     ]
 }
 
@@ -71,12 +71,12 @@ enum Fault {
 
 /// The first thing that is wrong; `None`: the stream ends otherwise before one is read. Told from the
 /// protocol alone: a request body that comes whole is one message.
-fn fault(upload: Upload, messages: &[Said]) -> Option<Fault> {
+fn fault(upload: Upload, messages: &[LoggedLines]) -> Option<Fault> {
     let is_whole = upload != Upload::Pieces;
     let mut turn = Turn::Head;
     for said in messages {
         turn = match (turn, said) {
-            (Turn::Head, Said::RequestHeaders(head)) => {
+            (Turn::Head, LoggedLines::RequestHeaders(head)) => {
                 let posts = head_of("POST", "/v1/chat/completions", false).headers;
                 let (told, posts) = (head.headers.as_ref()?, posts?);
                 let is_post = told.headers[0] == posts.headers[0];
@@ -85,7 +85,7 @@ fn fault(upload: Upload, messages: &[Said]) -> Option<Fault> {
                 }
                 Turn::Upload { body: Vec::new() }
             }
-            (Turn::Upload { mut body }, Said::RequestBody(piece)) => {
+            (Turn::Upload { mut body }, LoggedLines::RequestBody(piece)) => {
                 body.extend_from_slice(&piece.body);
                 let may_go_on = upload == Upload::AskedWhole && !piece.end_of_stream;
                 match piece.end_of_stream || is_whole {
@@ -99,7 +99,7 @@ fn fault(upload: Upload, messages: &[Said]) -> Option<Fault> {
                     false => Turn::Upload { body },
                 }
             }
-            (Turn::Upload { body }, Said::RequestTrailers(_)) => {
+            (Turn::Upload { body }, LoggedLines::RequestTrailers(_)) => {
                 if body != CHAT.as_bytes() {
                     return None;
                 }
@@ -109,13 +109,13 @@ fn fault(upload: Upload, messages: &[Said]) -> Option<Fault> {
                 }
             }
             // It goes on without the picker.
-            (Turn::Upload { .. }, Said::ResponseHeaders(_)) => return None,
+            (Turn::Upload { .. }, LoggedLines::ResponseHeaders(_)) => return None,
             (
                 Turn::Answer {
                     may_end: true,
                     may_go_on,
                 },
-                Said::RequestTrailers(_),
+                LoggedLines::RequestTrailers(_),
             ) => Turn::Answer {
                 may_end: false,
                 may_go_on,
@@ -124,35 +124,39 @@ fn fault(upload: Upload, messages: &[Said]) -> Option<Fault> {
                 Turn::Answer {
                     may_go_on: true, ..
                 },
-                Said::RequestBody(_),
+                LoggedLines::RequestBody(_),
             ) => return Some(Fault::OverrideIgnored),
-            (Turn::Answer { .. }, Said::ResponseHeaders(head)) if !head.end_of_stream => {
+            (Turn::Answer { .. }, LoggedLines::ResponseHeaders(head)) if !head.end_of_stream => {
                 Turn::Pieces
             }
-            (Turn::Pieces, Said::ResponseBody(piece)) if !piece.end_of_stream => Turn::Pieces,
-            (Turn::Answer { .. }, Said::ResponseHeaders(_))
-            | (Turn::Pieces, Said::ResponseBody(_) | Said::ResponseTrailers(_)) => return None,
+            (Turn::Pieces, LoggedLines::ResponseBody(piece)) if !piece.end_of_stream => {
+                Turn::Pieces
+            }
+            (Turn::Answer { .. }, LoggedLines::ResponseHeaders(_))
+            | (Turn::Pieces, LoggedLines::ResponseBody(_) | LoggedLines::ResponseTrailers(_)) => {
+                return None;
+            }
             (_, said) => return Some(Fault::OutOfTurn(name(said))),
         };
     }
     None
 }
 
-fn name(said: &Said) -> &'static str {
+fn name(said: &LoggedLines) -> &'static str {
     match said {
-        Said::RequestHeaders(_) => "request_headers",
-        Said::ResponseHeaders(_) => "response_headers",
-        Said::RequestBody(_) => "request_body",
-        Said::ResponseBody(_) => "response_body",
-        Said::RequestTrailers(_) => "request_trailers",
-        Said::ResponseTrailers(_) => "response_trailers",
+        LoggedLines::RequestHeaders(_) => "request_headers",
+        LoggedLines::ResponseHeaders(_) => "response_headers",
+        LoggedLines::RequestBody(_) => "request_body",
+        LoggedLines::ResponseBody(_) => "response_body",
+        LoggedLines::RequestTrailers(_) => "request_trailers",
+        LoggedLines::ResponseTrailers(_) => "response_trailers",
     }
 }
 
-fn begun() -> Vec<Said> {
+fn begun() -> Vec<LoggedLines> {
     vec![
-        Said::RequestHeaders(head_of("POST", "/v1/chat/completions", false)),
-        Said::RequestBody(piece_of(CHAT.as_bytes(), true)),
+        LoggedLines::RequestHeaders(head_of("POST", "/v1/chat/completions", false)),
+        LoggedLines::RequestBody(piece_of(CHAT.as_bytes(), true)),
     ]
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use api::proxy::picker::PickedOutcome;
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
-use api::proxy::picker::ext_proc::processing_request::Request as Said;
+use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{BodySendMode, ProcessingRequest};
 use api::proxy::{Charges, ProxySettings, RequestOutcome};
@@ -39,8 +39,8 @@ async fn here(change: impl FnOnce(&mut ProxySettings)) -> (Fleet, PickingHere) {
     (fleet, picking)
 }
 
-fn head() -> Said {
-    Said::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
+fn head() -> LoggedLines {
+    LoggedLines::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
 }
 
 async fn picked(picking: &PickingHere) -> Talk {
@@ -70,7 +70,10 @@ async fn a_body_that_stops_halfway_is_refused() {
         let mut talk = picking.open().unwrap();
         talk.say_with(head(), modes(mode, mode, false)).await;
         match mode == duplex {
-            true => talk.say(Said::RequestBody(piece_of(b"{", false))).await,
+            true => {
+                talk.say(LoggedLines::RequestBody(piece_of(b"{", false)))
+                    .await
+            }
             false => drop(talk.next().await),
         }
         let (status, body) = talk.refused().await;
@@ -93,7 +96,7 @@ async fn a_body_that_trickles_has_a_time_as_a_whole() {
     tokio::spawn(async move {
         let mut ticks = interval(Duration::from_secs(20));
         let piece = || ProcessingRequest {
-            request: Some(Said::RequestBody(piece_of(b" ", false))),
+            request: Some(LoggedLines::RequestBody(piece_of(b" ", false))),
             ..plain()
         };
         while say.send(piece()).await.is_ok() {
@@ -121,7 +124,7 @@ async fn an_answer_that_stops_halfway_ends_the_stream() {
     let mut talk = picked(&picking).await;
     talk.begin(EVENTS, None).await;
     let piece = piece_of(delta("a", 3).as_bytes(), false);
-    talk.say(Said::ResponseBody(piece)).await;
+    talk.say(LoggedLines::ResponseBody(piece)).await;
     let told = talk.streamed().await;
     assert!(told.contains("\"error\""), "its client is told: {told}");
     talk.is_over().await;
@@ -142,7 +145,7 @@ async fn a_gateway_that_does_not_end_a_complete_answer_is_not_waited_for() {
     talk.begin(EVENTS, None).await;
     // The end passes with this piece, as it may be the last before trailers.
     let all = format!("{}{DONE}", delta("a", 1));
-    talk.say(Said::ResponseBody(piece_of(all.as_bytes(), false)))
+    talk.say(LoggedLines::ResponseBody(piece_of(all.as_bytes(), false)))
         .await;
     body_of(talk.next().await);
     assert_eq!(talk.fails().await.code(), Code::DeadlineExceeded);
@@ -217,7 +220,7 @@ async fn a_gateway_that_takes_an_answer_slowly_does_not_keep_its_engine() {
         talk.begin(EVENTS, None).await;
         for _ in 0..PIECES {
             let piece = piece_of(delta("a", 1).as_bytes(), false);
-            talk.say(Said::ResponseBody(piece)).await;
+            talk.say(LoggedLines::ResponseBody(piece)).await;
         }
         let mut ticks = interval(Duration::from_secs(4));
         let mut heard = 0;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use api::proxy::DrainResult;
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
-use api::proxy::picker::ext_proc::processing_request::Request as Said;
+use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{
     BodySendMode, CommonResponse, HeaderMap, HeaderMutation, HeaderValue, HttpBody, HttpHeaders,
@@ -161,19 +161,21 @@ impl Talk {
     /// Tells a request in pieces of `piece` bytes.
     pub(super) async fn ask(&self, body: &str, piece: usize, more: ProcessingRequest) {
         let first = head_of("POST", "/v1/chat/completions", false);
-        self.say_with(Said::RequestHeaders(first), more).await;
+        self.say_with(LoggedLines::RequestHeaders(first), more)
+            .await;
         let mut pieces = body.as_bytes().chunks(piece).peekable();
         while let Some(data) = pieces.next() {
             let end = pieces.peek().is_none();
-            self.say(Said::RequestBody(piece_of(data, end))).await;
+            self.say(LoggedLines::RequestBody(piece_of(data, end)))
+                .await;
         }
     }
 
-    pub(super) async fn say(&self, said: Said) {
+    pub(super) async fn say(&self, said: LoggedLines) {
         self.say_with(said, ProcessingRequest::default()).await;
     }
 
-    pub(super) async fn say_with(&self, said: Said, more: ProcessingRequest) {
+    pub(super) async fn say_with(&self, said: LoggedLines, more: ProcessingRequest) {
         let request = Some(said);
         let message = ProcessingRequest { request, ..more };
         // It may have ended already.
@@ -238,7 +240,8 @@ impl Talk {
             }),
             ..ProcessingRequest::default()
         };
-        self.say_with(Said::ResponseHeaders(head), more).await;
+        self.say_with(LoggedLines::ResponseHeaders(head), more)
+            .await;
         match self.next().await.response {
             Some(Heard::ResponseHeaders(it)) => it.response.unwrap().header_mutation.unwrap(),
             other => panic!("{other:?}"),
@@ -249,7 +252,7 @@ impl Talk {
         for (nth, piece) in pieces.iter().enumerate() {
             let end = nth + 1 == pieces.len();
             let piece = piece_of(piece.as_bytes(), end);
-            self.say(Said::ResponseBody(piece)).await;
+            self.say(LoggedLines::ResponseBody(piece)).await;
         }
     }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use api::clock::Clock;
 use api::figures::ReplicaFigures;
-use node::app::core::{CorePorts, ReplicaCore, Witness};
+use node::app::core::{ApplyObserver, CorePorts, ReplicaCore};
 use node::app::scaling::ScaleSource;
 use node::config::Config;
 use raft::{MemoryDisk, Storage};
@@ -130,7 +130,7 @@ pub struct StartOptions {
     /// Says which replicas there are to be, if anybody does.
     pub scale: Option<Arc<dyn ScaleSource>>,
     /// Sees the state change.
-    pub witness: Arc<dyn Witness>,
+    pub witness: Arc<dyn ApplyObserver>,
 }
 
 impl Machine {

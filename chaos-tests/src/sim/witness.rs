@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use node::app::core::Witness;
+use node::app::core::ApplyObserver;
 use state::RouterState;
 use state::ids::ReplicaId;
 
@@ -113,7 +113,7 @@ impl RunWatcher {
     }
 }
 
-impl Witness for RunWatcher {
+impl ApplyObserver for RunWatcher {
     fn applied(&self, state: &RouterState, index: u64, command: Option<&[u8]>) {
         self.restores_own.store(false, Ordering::Relaxed);
         let (now_us, digest) = (self.time.now_us(), self.digest(state));

@@ -30,7 +30,7 @@ use tokio_util::task::TaskTracker;
 use super::clocks::{self, ClusterClocks};
 use super::exchange::{self, GossipInbox};
 use super::leadership::hand_over;
-pub use super::machine::Witness;
+pub use super::machine::ApplyObserver;
 use super::machine::{RouterMachine, SharedState};
 use super::ports::LogPort;
 use super::scaling::{ScaleSource, Scaling};
@@ -67,7 +67,7 @@ pub struct CorePorts {
     /// Who says which replicas there are to be; `None`: nobody does.
     pub scale: Option<Arc<dyn ScaleSource>>,
     /// Observer of every change of the state; `None` in production.
-    pub witness: Option<Arc<dyn Witness>>,
+    pub witness: Option<Arc<dyn ApplyObserver>>,
 }
 
 impl CorePorts {
@@ -178,7 +178,7 @@ impl CoreParts {
     }
 
     /// Returns where peers' messages go, to be read as a build reads them that knows `format`.
-    fn inbox(&self, format: u8, witness: Option<Arc<dyn Witness>>) -> Arc<GossipInbox> {
+    fn inbox(&self, format: u8, witness: Option<Arc<dyn ApplyObserver>>) -> Arc<GossipInbox> {
         Arc::new(GossipInbox {
             load: Arc::clone(self.router.load()),
             shares: Arc::clone(self.router.shares()),

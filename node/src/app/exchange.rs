@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::clocks::ClusterClocks;
 use super::formats::{self, SHARES_SINCE_FORMAT, VERSION_FIGURES, VERSION_SHARES};
-use super::machine::Witness;
+use super::machine::ApplyObserver;
 use super::ticks::every;
 
 /// Interval at which this replica's load and backlog are checked.
@@ -62,7 +62,7 @@ pub(super) struct GossipInbox {
     /// several builds.
     pub(super) version_max: u8,
     /// Hears of messages that are not read.
-    pub(super) witness: Option<Arc<dyn Witness>>,
+    pub(super) witness: Option<Arc<dyn ApplyObserver>>,
 }
 
 impl PeerHandler for GossipInbox {

@@ -35,7 +35,7 @@ impl SharedState {
 
 /// Observes every change of a replica's state immediately after it, for a simulation that checks
 /// invariants. `apply` waits meanwhile.
-pub trait Witness: Send + Sync + 'static {
+pub trait ApplyObserver: Send + Sync + 'static {
     /// The entry at `index` was applied; `None` if it carries no command.
     fn applied(&self, state: &RouterState, index: u64, command: Option<&[u8]>);
 
@@ -49,7 +49,7 @@ pub trait Witness: Send + Sync + 'static {
 /// State machine that applies the log to the shared state.
 pub(super) struct RouterMachine {
     shared: Arc<SharedState>,
-    witness: Option<Arc<dyn Witness>>,
+    witness: Option<Arc<dyn ApplyObserver>>,
     /// Newest format of the log that it reads.
     format: u8,
 }
@@ -57,7 +57,7 @@ pub(super) struct RouterMachine {
 impl RouterMachine {
     /// Creates a machine over `shared`. Nothing else may apply to it.
     #[must_use]
-    pub(super) fn new(shared: Arc<SharedState>, witness: Option<Arc<dyn Witness>>) -> Self {
+    pub(super) fn new(shared: Arc<SharedState>, witness: Option<Arc<dyn ApplyObserver>>) -> Self {
         Self {
             shared,
             witness,

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use api::admin::{AdminTokens, ReloadFault, ReloadReport, ReloadResult, ReloadedKey};
+use api::admin::{AdminTokens, ReloadError, ReloadReport, ReloadResult, ReloadedKey};
 use api::backends::EngineKeys;
 use api::proxy::ApiKeys;
 use api::settings::{FileSettings, LocalSetting, SettingKey, SharedFileSettings};
@@ -125,7 +125,7 @@ impl ConfigReload {
     }
 
     /// Opens the file of the access log again, which may have been moved away.
-    async fn reopen(&self) -> Result<(), ReloadFault> {
+    async fn reopen(&self) -> Result<(), ReloadError> {
         let Some(file) = self.log.access_file.clone() else {
             return Ok(());
         };
@@ -139,7 +139,7 @@ impl ConfigReload {
             let shown = path.display();
             let expected = ACCESS_FILE_EXPECTED;
             tracing::error!(path = %shown, error, expected, "could not open the access log again; writing on to the old file");
-            ReloadFault {
+            ReloadError {
                 message: format!("log.access_file: open {path:?} again: {error}"),
                 expected: expected.to_owned(),
                 place: "log.access_file".to_owned(),
@@ -274,11 +274,11 @@ fn tell(change: &ChangedSetting) {
     }
 }
 
-fn faults_of(error: &anyhow::Error) -> Vec<ReloadFault> {
+fn faults_of(error: &anyhow::Error) -> Vec<ReloadError> {
     let Some(faults) = error.downcast_ref::<ConfigErrors>() else {
         return vec![unread(error)];
     };
-    let each = faults.errors.iter().map(|fault| ReloadFault {
+    let each = faults.errors.iter().map(|fault| ReloadError {
         message: fault.message.clone(),
         expected: fault.expected.clone(),
         place: match &fault.place {
@@ -293,16 +293,16 @@ fn faults_of(error: &anyhow::Error) -> Vec<ReloadFault> {
 }
 
 /// A config that could not even be read.
-fn unread(error: &dyn std::fmt::Display) -> ReloadFault {
-    ReloadFault {
+fn unread(error: &dyn std::fmt::Display) -> ReloadError {
+    ReloadError {
         message: error.to_string(),
         expected: "a config that can be read".to_owned(),
         place: "config".to_owned(),
     }
 }
 
-fn tell_faults(faults: &[ReloadFault]) {
-    for ReloadFault {
+fn tell_faults(faults: &[ReloadError]) {
+    for ReloadError {
         message,
         expected,
         place,

@@ -1,7 +1,7 @@
 //! Prefill and decode apart over emulated engines that hand over blocks: who computes, who answers,
 //! and that a lost engine or transfer fails no request.
 
-use lab::engine::{LoadFailure, TransferOptions};
+use lab::engine::{LoadError, TransferOptions};
 use state::command::BackendRole;
 
 use super::backups::done;
@@ -118,7 +118,7 @@ async fn one_engine_computes_the_prompt_and_the_other_answers() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lost_transfers_and_engines_fail_no_request() {
-    for on_failure in [LoadFailure::Recompute, LoadFailure::Fail] {
+    for on_failure in [LoadError::Recompute, LoadError::Fail] {
         let losing = TransferOptions {
             lost_every: 2,
             on_failure,

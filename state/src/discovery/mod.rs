@@ -15,7 +15,7 @@ use crate::reject::Rejection;
 use crate::validate::{ensure, is_name, is_plain};
 
 pub use crate::validate::is_id_char;
-pub use plan::{EngineCondition, KnownFleet, RefusedEngine, SourcePlan, SourceRules, ToldEngine};
+pub use plan::{EngineCondition, KnownFleet, ListedEngine, RefusedEngine, SourcePlan, SourceRules};
 pub(crate) use table::Discovered;
 pub use table::{DiscoveredBackend, LostBackend};
 

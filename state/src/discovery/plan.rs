@@ -25,7 +25,7 @@ pub struct SourceRules {
 
 /// An engine that a source tells of.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ToldEngine {
+pub struct ListedEngine {
     /// What is to be registered.
     pub spec: BackendSpec,
     /// What the source says of it.
@@ -79,14 +79,14 @@ pub struct SourcePlan {
 type HeldBackends<'a> = BTreeMap<&'a str, (&'a Backend, &'a DiscoveredBackend)>;
 
 /// Engines that may be registered, by id.
-type AcceptedEngines<'a> = BTreeMap<&'a str, &'a ToldEngine>;
+type AcceptedEngines<'a> = BTreeMap<&'a str, &'a ListedEngine>;
 
 impl SourcePlan {
     /// Decides what follows from an answer of a source. An answer without engines changes nothing.
     #[must_use]
     pub fn of(
         rules: &SourceRules,
-        told: &[ToldEngine],
+        told: &[ListedEngine],
         fleet: &KnownFleet<'_>,
         now_ms: u64,
     ) -> Self {
@@ -219,12 +219,12 @@ impl<'a> EngineJudge<'a> {
     }
 
     /// Returns those that may be registered, by id, and the others with the reasons.
-    fn judge(mut self, told: &[ToldEngine]) -> (AcceptedEngines<'_>, Vec<RefusedEngine>) {
+    fn judge(mut self, told: &[ListedEngine]) -> (AcceptedEngines<'_>, Vec<RefusedEngine>) {
         let mut accepted = BTreeMap::new();
         let mut refused = Vec::new();
         let mut places: BTreeMap<&str, &str> = BTreeMap::new();
-        let is_clear = |engine: &&ToldEngine| engine.condition != EngineCondition::Unclear;
-        let mut sorted: Vec<&ToldEngine> = told.iter().filter(is_clear).collect();
+        let is_clear = |engine: &&ListedEngine| engine.condition != EngineCondition::Unclear;
+        let mut sorted: Vec<&ListedEngine> = told.iter().filter(is_clear).collect();
         // The answer may come in any order, and the same ones are to be refused each time.
         sorted.sort_by(|a, b| (&a.spec.id, &a.spec.url).cmp(&(&b.spec.id, &b.spec.url)));
         for engine in sorted {
@@ -257,7 +257,7 @@ impl<'a> EngineJudge<'a> {
         (accepted, refused)
     }
 
-    fn judge_alone(&self, engine: &ToldEngine) -> Result<(), String> {
+    fn judge_alone(&self, engine: &ListedEngine) -> Result<(), String> {
         let spec = &engine.spec;
         spec.validate().map_err(|reject| reject.to_string())?;
         match self.holders.get(&*spec.id) {
@@ -272,7 +272,7 @@ impl<'a> EngineJudge<'a> {
     }
 
     /// Takes one of the registry's free places for what is new.
-    fn take_room(&mut self, engine: &ToldEngine) -> Result<(), String> {
+    fn take_room(&mut self, engine: &ListedEngine) -> Result<(), String> {
         let is_new = !self.held.contains_key(&*engine.spec.id);
         if !is_new || engine.condition != EngineCondition::Ready {
             return Ok(());

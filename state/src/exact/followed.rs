@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::exact::status::{KvMap, KvRankStatus, KvStatus};
-use crate::exact::stream::{Lapse, RankStream, ShownBlocks};
+use crate::exact::stream::{RankStream, ReportedOwnership, UnknownCause};
 use crate::exact::{
     KV_BLOCKS_PER_BATCH_MAX, KV_CONFIRM_MS_MAX, KV_ENTRIES_MAX, KV_ENTRIES_PER_BACKEND_MAX,
     KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvMode, KvNews, KvPosition,
@@ -268,7 +268,7 @@ impl FollowedBackend {
         let (slot, rank) = (self.backend.slot, batch.rank);
         let others = self.ranks.iter().filter(|(other, _)| **other != rank);
         let of_others: u64 = others.map(|(_, it)| u64::from(it.tree.len())).sum();
-        let mut show = ShownBlocks {
+        let mut show = ReportedOwnership {
             ownership,
             slot,
             is_shown: self.is_shown,
@@ -298,7 +298,7 @@ impl FollowedBackend {
     }
 
     /// Updates the reports to what is known: those of all ranks, or none.
-    fn settle(&mut self, show: &mut ShownBlocks<'_>) {
+    fn settle(&mut self, show: &mut ReportedOwnership<'_>) {
         let is_known = self.ranks.values().all(RankStream::is_known);
         if is_known && !self.is_shown {
             // Blocks that leases brought before stay in use until the engine's reports are
@@ -309,7 +309,7 @@ impl FollowedBackend {
             show.is_shown = true;
             let mut ranks = self.ranks.values_mut();
             if let Some(full) = ranks.find_map(|it| (!it.show_all(show)).then_some(it)) {
-                full.lapse(Lapse::TooManyBlocks, show);
+                full.lapse(UnknownCause::TooManyBlocks, show);
             }
         }
         if self.is_shown && !self.ranks.values().all(RankStream::is_known) {

@@ -121,7 +121,7 @@ pub enum KvNews {
     Doubt(KvDoubt),
     /// The engine's events cannot be used. Ownership follows from leases until the `Begin` of
     /// another run.
-    Refuse(KvRefusal),
+    Refuse(KvRejection),
 }
 
 /// One message of an engine's stream.
@@ -164,7 +164,7 @@ pub enum KvDoubt {
 /// Reason why an engine's events cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, serde::Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
-pub enum KvRefusal {
+pub enum KvRejection {
     /// The engine's block size differs from the router's.
     BlockSize {
         /// Tokens per block at the engine.

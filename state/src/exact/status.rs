@@ -4,7 +4,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use crate::exact::entries::CachedBlocks;
-use crate::exact::{KvDoubt, KvRefusal};
+use crate::exact::{KvDoubt, KvRejection};
 use crate::ids::{BackendRef, BlockHash, EngineHash};
 
 /// Source of a backend's ownership.
@@ -42,7 +42,7 @@ pub enum KvReason {
     /// The engine's events contradict each other. The contradicting blocks are left out.
     Contradiction,
     /// The engine's events cannot be used.
-    Refused(KvRefusal),
+    Refused(KvRejection),
     /// Messages were lost for good.
     Lost,
     /// The engine reports more blocks than the limit.
@@ -58,17 +58,17 @@ impl std::fmt::Display for KvReason {
             Self::Doubt(KvDoubt::Handover) => "its next reader has not caught up",
             Self::UnknownParent => "blocks came behind an unknown one",
             Self::Contradiction => "its events contradict each other",
-            Self::Refused(KvRefusal::BlockSize { engine, router })
+            Self::Refused(KvRejection::BlockSize { engine, router })
                 if engine.is_multiple_of(*router) =>
             {
                 return write!(f, "the blocks of its model had {router} tokens before");
             }
-            Self::Refused(KvRefusal::BlockSize { engine, router }) => {
+            Self::Refused(KvRejection::BlockSize { engine, router }) => {
                 return write!(f, "its blocks have {engine} tokens, the router's {router}");
             }
-            Self::Refused(KvRefusal::Tokenizer) => "the router does not know its token ids",
-            Self::Refused(KvRefusal::Models) => "it serves several models",
-            Self::Refused(KvRefusal::Unreadable) => "what it publishes cannot be read",
+            Self::Refused(KvRejection::Tokenizer) => "the router does not know its token ids",
+            Self::Refused(KvRejection::Models) => "it serves several models",
+            Self::Refused(KvRejection::Unreadable) => "what it publishes cannot be read",
             Self::Lost => "messages were lost",
             Self::TooManyBlocks => "it reports more blocks than are kept",
         };

@@ -5,13 +5,13 @@ use bincode::{Decode, Encode};
 use crate::exact::entries::NONE;
 use crate::exact::tree::{BlockTree, StoreResult};
 use crate::exact::{
-    KvCondition, KvDoubt, KvEvent, KvMessage, KvMode, KvPosition, KvReason, KvRefusal,
+    KvCondition, KvDoubt, KvEvent, KvMessage, KvMode, KvPosition, KvReason, KvRejection,
 };
 use crate::ids::{BlockHash, EngineHash, Slot};
 use crate::ownership::{Ownership, ReportRejection};
 
 /// The ownership of one backend, to which its blocks are reported.
-pub(super) struct ShownBlocks<'a> {
+pub(super) struct ReportedOwnership<'a> {
     pub(super) ownership: &'a mut Ownership,
     pub(super) slot: Slot,
     /// Whether blocks are reported at all: only while every rank's cache is known.
@@ -26,15 +26,15 @@ pub(super) struct ShownBlocks<'a> {
 
 /// Reason why a rank's cache is unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
-pub(super) enum Lapse {
+pub(super) enum UnknownCause {
     Lost,
-    Refused(KvRefusal),
+    Refused(KvRejection),
     TooManyBlocks,
 }
 
 /// Reason why the engine may cache more than is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
-pub(super) enum Flaw {
+pub(super) enum IncompleteCause {
     UnknownParent,
     Contradiction,
 }
@@ -50,8 +50,8 @@ pub(super) struct StreamProgress {
     /// All messages before this number are known to exist.
     awaited_seq: u64,
     doubt: Option<KvDoubt>,
-    flaw: Option<Flaw>,
-    lapse: Option<Lapse>,
+    flaw: Option<IncompleteCause>,
+    lapse: Option<UnknownCause>,
     /// Number of blocks left out because the block before them is unknown.
     unrooted: u64,
 }
@@ -95,9 +95,9 @@ impl RankStream {
         let it = &self.progress;
         if let Some(lapse) = it.lapse {
             let reason = match lapse {
-                Lapse::Lost => KvReason::Lost,
-                Lapse::Refused(refusal) => KvReason::Refused(refusal),
-                Lapse::TooManyBlocks => KvReason::TooManyBlocks,
+                UnknownCause::Lost => KvReason::Lost,
+                UnknownCause::Refused(refusal) => KvReason::Refused(refusal),
+                UnknownCause::TooManyBlocks => KvReason::TooManyBlocks,
             };
             return KvCondition::new(KvMode::Lease, reason);
         }
@@ -105,8 +105,8 @@ impl RankStream {
         let doubt = it.doubt.or(has_gap.then_some(KvDoubt::Gap));
         let reason = match (doubt, it.flaw) {
             (Some(doubt), _) => KvReason::Doubt(doubt),
-            (None, Some(Flaw::UnknownParent)) => KvReason::UnknownParent,
-            (None, Some(Flaw::Contradiction)) => KvReason::Contradiction,
+            (None, Some(IncompleteCause::UnknownParent)) => KvReason::UnknownParent,
+            (None, Some(IncompleteCause::Contradiction)) => KvReason::Contradiction,
             (None, None) => return KvCondition::EXACT,
         };
         KvCondition::new(KvMode::Degraded, reason)
@@ -139,13 +139,13 @@ impl RankStream {
         }
     }
 
-    pub(super) fn refuse(&mut self, refusal: KvRefusal, show: &mut ShownBlocks<'_>) {
-        self.lapse(Lapse::Refused(refusal), show);
+    pub(super) fn refuse(&mut self, refusal: KvRejection, show: &mut ReportedOwnership<'_>) {
+        self.lapse(UnknownCause::Refused(refusal), show);
     }
 
     /// Marks the cache as unknown from here on. If nothing was reported, blocks implied by leases
     /// stay.
-    pub(super) fn lapse(&mut self, lapse: Lapse, show: &mut ShownBlocks<'_>) {
+    pub(super) fn lapse(&mut self, lapse: UnknownCause, show: &mut ReportedOwnership<'_>) {
         if show.is_shown {
             self.empty(show);
         }
@@ -155,13 +155,13 @@ impl RankStream {
     }
 
     /// Applies a message if it is the next one.
-    pub(super) fn message(&mut self, message: &KvMessage, show: &mut ShownBlocks<'_>) {
+    pub(super) fn message(&mut self, message: &KvMessage, show: &mut ReportedOwnership<'_>) {
         let next = self.progress.next;
         let at = (message.seq, message.part);
         let is_loss = message.is_after_loss && message.part == 0 && message.seq > next.0;
         if is_loss {
             if self.is_known() {
-                self.lapse(Lapse::Lost, show);
+                self.lapse(UnknownCause::Lost, show);
             }
         } else if at > next {
             self.await_up_to(message.seq.saturating_add(1));
@@ -186,7 +186,7 @@ impl RankStream {
         it.awaited_seq = it.awaited_seq.max(seq);
     }
 
-    fn event(&mut self, event: &KvEvent, show: &mut ShownBlocks<'_>) {
+    fn event(&mut self, event: &KvEvent, show: &mut ReportedOwnership<'_>) {
         match event {
             KvEvent::Stored { parent, blocks } if self.is_known() => {
                 self.stored(*parent, blocks, show);
@@ -208,13 +208,13 @@ impl RankStream {
         &mut self,
         parent: Option<EngineHash>,
         blocks: &[(EngineHash, BlockHash)],
-        show: &mut ShownBlocks<'_>,
+        show: &mut ReportedOwnership<'_>,
     ) {
         let mut behind = NONE;
         if let Some(parent) = parent {
             let Some(index) = self.tree.find(parent) else {
                 // Blocks behind an unknown block are unknown too; never treat them as first blocks.
-                self.progress.flaw = Some(Flaw::UnknownParent);
+                self.progress.flaw = Some(IncompleteCause::UnknownParent);
                 self.progress.unrooted = self.progress.unrooted.saturating_add(blocks.len() as u64);
                 return;
             };
@@ -225,19 +225,19 @@ impl RankStream {
             for (engine, router) in group {
                 let stored = self.tree.store(*engine, *router, behind);
                 if stored == StoreResult::Full || u64::from(self.tree.len()) > show.room {
-                    return self.lapse(Lapse::TooManyBlocks, show);
+                    return self.lapse(UnknownCause::TooManyBlocks, show);
                 }
                 behind = match stored {
                     StoreResult::Full => return,
                     StoreResult::Copy(index) => index,
                     StoreResult::Fresh(index) => {
                         if !self.show(index, show) {
-                            return self.lapse(Lapse::TooManyBlocks, show);
+                            return self.lapse(UnknownCause::TooManyBlocks, show);
                         }
                         index
                     }
                     StoreResult::Contradiction(index) => {
-                        self.progress.flaw = Some(Flaw::Contradiction);
+                        self.progress.flaw = Some(IncompleteCause::Contradiction);
                         self.hide(index, show);
                         self.tree.set_foreign(index);
                         index
@@ -247,7 +247,7 @@ impl RankStream {
         }
     }
 
-    fn removed(&mut self, block: EngineHash, show: &mut ShownBlocks<'_>) {
+    fn removed(&mut self, block: EngineHash, show: &mut ReportedOwnership<'_>) {
         if let Some(index) = self.tree.find(block)
             && self.tree.take_copy(index) == 0
         {
@@ -257,8 +257,8 @@ impl RankStream {
     }
 
     /// Handles the clearing of the cache: an empty cache is a known one.
-    fn cleared(&mut self, show: &mut ShownBlocks<'_>) {
-        if let Some(Lapse::Refused(_)) = self.progress.lapse {
+    fn cleared(&mut self, show: &mut ReportedOwnership<'_>) {
+        if let Some(UnknownCause::Refused(_)) = self.progress.lapse {
             return;
         }
         self.empty(show);
@@ -268,7 +268,7 @@ impl RankStream {
 
     /// Removes all blocks of this rank and, if the backend has no other rank, also those implied by
     /// leases.
-    pub(super) fn empty(&mut self, show: &mut ShownBlocks<'_>) {
+    pub(super) fn empty(&mut self, show: &mut ReportedOwnership<'_>) {
         if show.is_only_rank {
             show.ownership.clear(show.slot, show.outlived);
         } else if show.is_shown {
@@ -280,7 +280,7 @@ impl RankStream {
     }
 
     /// Reports the owned part of the whole cache. Returns `false` if there is no room for it.
-    pub(super) fn show_all(&mut self, show: &mut ShownBlocks<'_>) -> bool {
+    pub(super) fn show_all(&mut self, show: &mut ReportedOwnership<'_>) -> bool {
         self.tree
             .roots()
             .into_iter()
@@ -298,7 +298,7 @@ impl RankStream {
 
     /// Reports the newly owned blocks at and behind `top`. Returns `false` if there is no room for
     /// them.
-    fn show(&mut self, top: u32, show: &mut ShownBlocks<'_>) -> bool {
+    fn show(&mut self, top: u32, show: &mut ReportedOwnership<'_>) -> bool {
         if !show.is_shown {
             return true;
         }
@@ -317,7 +317,7 @@ impl RankStream {
             {
                 Ok(()) => tree.set_reported(index, true),
                 Err(ReportRejection::Contradiction) => {
-                    progress.flaw = Some(Flaw::Contradiction);
+                    progress.flaw = Some(IncompleteCause::Contradiction);
                     tree.set_foreign(index);
                     return false;
                 }
@@ -329,7 +329,7 @@ impl RankStream {
     }
 
     /// Ends the reports of `top` and everything behind it, deepest first.
-    fn hide(&mut self, top: u32, show: &mut ShownBlocks<'_>) {
+    fn hide(&mut self, top: u32, show: &mut ReportedOwnership<'_>) {
         if self.tree.entries.get(top).first_child == NONE {
             self.hide_one(top, show);
             return;
@@ -339,7 +339,7 @@ impl RankStream {
         }
     }
 
-    fn hide_one(&mut self, index: u32, show: &mut ShownBlocks<'_>) {
+    fn hide_one(&mut self, index: u32, show: &mut ReportedOwnership<'_>) {
         let entry = *self.tree.entries.get(index);
         if entry.is_reported {
             self.tree.set_reported(index, false);
@@ -350,7 +350,7 @@ impl RankStream {
 
     /// Prefetches the memory that storing these blocks will touch, so that the cache misses
     /// overlap.
-    fn warm(&self, blocks: &[(EngineHash, BlockHash)], show: &ShownBlocks<'_>) {
+    fn warm(&self, blocks: &[(EngineHash, BlockHash)], show: &ReportedOwnership<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         let mut routers = [BlockHash(0); GROUP_BLOCKS];
         let places = engines.iter_mut().zip(&mut routers);
@@ -363,7 +363,7 @@ impl RankStream {
     }
 
     /// Prefetches like [`Self::warm`], for blocks to be removed.
-    fn warm_removals(&self, blocks: &[EngineHash], show: &ShownBlocks<'_>) {
+    fn warm_removals(&self, blocks: &[EngineHash], show: &ReportedOwnership<'_>) {
         let mut engines = [BlockHash(0); GROUP_BLOCKS];
         for (to, engine) in engines.iter_mut().zip(blocks) {
             *to = BlockHash(engine.0);

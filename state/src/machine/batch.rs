@@ -9,7 +9,7 @@ use super::leases::{Holder, LEASES_PER_REPLICA_MAX, OpenLease};
 use crate::backends::EngineFacts;
 use crate::bounds::BLOCKS_PER_ITEM_MAX;
 use crate::command::{BatchReply, Item, LeaseOutcome};
-use crate::exact::{KvBatch, KvNews, KvRefusal};
+use crate::exact::{KvBatch, KvNews, KvRejection};
 use crate::ids::{AttemptId, BackendRef, BlockHash, ReplicaId, Slot, UserKey};
 use crate::prefix::user_key;
 use crate::validate::is_name;
@@ -204,7 +204,7 @@ impl RouterState {
                 backend,
                 rank: rank.rank,
                 publisher: rank.publisher,
-                news: KvNews::Refuse(KvRefusal::BlockSize { engine, router }),
+                news: KvNews::Refuse(KvRejection::BlockSize { engine, router }),
             });
         }
     }

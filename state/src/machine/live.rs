@@ -23,8 +23,8 @@ use crate::ratios::TextSample;
 use crate::readers::Assignment;
 use crate::reject::Rejection;
 use crate::service::{
-    AdaptiveLimit, BackendServiceView, BeliefSample, CapacitySource, Holding, LimitFigures,
-    ServiceSample, ServiceView,
+    AdaptiveLimit, BackendServiceView, BeliefSample, CapacityObservation, CapacitySource,
+    LimitFigures, ServiceSample, ServiceView,
 };
 use crate::settings::AdmissionSettings;
 use crate::settings::UserLimits;
@@ -301,14 +301,14 @@ impl RouterState {
     /// Returns the inputs for correcting what the engine in `slot` said of its capacity. An
     /// operator's value is not corrected, and where KV events report the contents, nothing is
     /// predicted.
-    fn holding(&self, slot: Slot) -> Holding {
+    fn holding(&self, slot: Slot) -> CapacityObservation {
         let is_told = |backend: &&Backend| {
             backend.facts.capacity_blocks.is_some()
                 && backend.spec.capacity_blocks.is_none()
                 && backend.spec.kv_events.is_none()
         };
         let backend = self.backends.in_slot(slot).filter(is_told);
-        Holding {
+        CapacityObservation {
             owned: self.ownership.owned(slot),
             capacity: backend.and_then(|_| self.capacity_blocks(slot)),
         }

@@ -14,7 +14,7 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::rank::{Needs, Policy, Rank, Ranks, load_bound, mix};
+use super::rank::{Policy, PolicyInputs, Rank, Ranks, load_bound, mix};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 use crate::reject::Rejection;
@@ -63,10 +63,10 @@ impl Policy for ChwblSettings {
         )
     }
 
-    fn needs(&self) -> Needs<'_> {
-        Needs {
+    fn needs(&self) -> PolicyInputs<'_> {
+        PolicyInputs {
             prefix_blocks: Some(self.prefix_blocks),
-            ..Needs::default()
+            ..PolicyInputs::default()
         }
     }
 

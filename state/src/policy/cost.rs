@@ -26,7 +26,7 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::rank::{ByScore, Needs, Policy, Ranks, Tolerance, mix, product};
+use super::rank::{ByScore, Policy, PolicyInputs, Ranks, Tolerance, mix, product};
 use super::{Candidate, PolicyRequest, Prices, Reason};
 use crate::reject::Rejection;
 use crate::validate::at_most;
@@ -80,10 +80,10 @@ impl Policy for CostSettings {
         )
     }
 
-    fn needs(&self) -> Needs<'_> {
-        Needs {
+    fn needs(&self) -> PolicyInputs<'_> {
+        PolicyInputs {
             learnt: true,
-            ..Needs::default()
+            ..PolicyInputs::default()
         }
     }
 

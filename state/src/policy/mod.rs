@@ -51,7 +51,7 @@ pub use pair::{
 };
 pub use preble_e2::PrebleE2Settings;
 pub use prefix_cache::PrefixCacheSettings;
-pub use rank::{MatchBy, Needs, SessionNames, Touch};
+pub use rank::{MatchBy, PolicyInputs, SessionNames, Touch};
 pub use session::SessionSettings;
 pub use vllm_cache_aware::{BlockNaming, VllmCacheAwareSettings};
 pub use vtc_basic::{TimeUnit, VtcBasicSettings};
@@ -123,7 +123,7 @@ macro_rules! policies {
             /// Returns the optional parts of [`PolicyRequest`] and [`Candidate`] that the policy
             /// uses.
             #[must_use]
-            pub fn needs(&self) -> Needs<'_> {
+            pub fn needs(&self) -> PolicyInputs<'_> {
                 match self {
                     $(Self::$variant $(($settings))? => Policy::needs($policy),)*
                 }
@@ -277,14 +277,14 @@ pub struct PolicyRequest {
     pub tokens: u32,
     /// Estimated tokens per block.
     pub tokens_per_block: u32,
-    /// Hash of the prompt's first blocks, for [`Needs::prefix_blocks`].
+    /// Hash of the prompt's first blocks, for [`PolicyInputs::prefix_blocks`].
     pub prefix_key: u64,
-    /// Hash of the session's name, `None` if the request names none, for [`Needs::session`].
+    /// Hash of the session's name, `None` if the request names none, for [`PolicyInputs::session`].
     pub session: Option<u64>,
     /// Number of requests this replica has decided before, from an arbitrary start, for
-    /// [`Needs::turn`].
+    /// [`PolicyInputs::turn`].
     pub turn: u64,
-    /// Recent usage of the user and of all users, for [`Needs::user_tokens`].
+    /// Recent usage of the user and of all users, for [`PolicyInputs::user_tokens`].
     pub user: UserTokens,
 }
 
@@ -320,7 +320,7 @@ pub struct Candidate {
     pub free_blocks: u32,
     /// Whether the engine itself lists the model, as it does for a loaded LoRA adapter.
     pub is_model_listed: bool,
-    /// Learned prices of its work, for [`Needs::learnt`]; `None` if unknown.
+    /// Learned prices of its work, for [`PolicyInputs::learnt`]; `None` if unknown.
     pub prices: Option<Prices>,
 }
 

@@ -63,7 +63,7 @@ impl Policy for PrefixCacheSettings {
         request: &'a PolicyRequest,
         candidates: &'a [Candidate],
     ) -> impl Ranks + use<'a> {
-        let spread = Spread::of(candidates);
+        let spread = LoadDistribution::of(candidates);
         PrefixCache {
             request,
             is_imbalanced: spread.most - spread.fewest > self.imbalance_abs_count,
@@ -75,7 +75,7 @@ impl Policy for PrefixCacheSettings {
 }
 
 /// Distribution of running requests over all candidates.
-struct Spread {
+struct LoadDistribution {
     count: u64,
     fewest: u32,
     most: u32,
@@ -83,7 +83,7 @@ struct Spread {
     sum_of_squares: u128,
 }
 
-impl Spread {
+impl LoadDistribution {
     fn of(candidates: &[Candidate]) -> Self {
         let running = || candidates.iter().map(|candidate| candidate.running);
         Self {
@@ -113,7 +113,7 @@ struct PrefixCache<'a> {
     is_imbalanced: bool,
     blocks_min: u32,
     factor_milli: u32,
-    spread: Spread,
+    spread: LoadDistribution,
 }
 
 impl Ranks for PrefixCache<'_> {

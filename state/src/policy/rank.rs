@@ -21,8 +21,8 @@ pub(super) trait Policy {
     }
 
     /// Returns the optional data to gather for it.
-    fn needs(&self) -> Needs<'_> {
-        Needs::default()
+    fn needs(&self) -> PolicyInputs<'_> {
+        PolicyInputs::default()
     }
 
     /// Examines the candidates as a whole and returns how to rank each of them.
@@ -35,7 +35,7 @@ pub(super) trait Policy {
 
 /// Optional data that a policy uses; gathering it takes time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Needs<'a> {
+pub struct PolicyInputs<'a> {
     /// `PolicyRequest::prefix_key` over this many blocks.
     pub prefix_blocks: Option<u32>,
     /// `PolicyRequest::session`, and where a request names it.

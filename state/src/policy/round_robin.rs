@@ -3,7 +3,7 @@
 //! The count is part of the request. Sharing it between replicas would cost a log entry before
 //! every decision, and replacing it by a hash of the request would be `random`.
 
-use super::rank::{BySlot, Needs, Policy, Rank, Ranks};
+use super::rank::{BySlot, Policy, PolicyInputs, Rank, Ranks};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::ids::Slot;
 
@@ -11,10 +11,10 @@ use crate::ids::Slot;
 pub(super) struct RoundRobin;
 
 impl Policy for RoundRobin {
-    fn needs(&self) -> Needs<'_> {
-        Needs {
+    fn needs(&self) -> PolicyInputs<'_> {
+        PolicyInputs {
             turn: true,
-            ..Needs::default()
+            ..PolicyInputs::default()
         }
     }
 

@@ -6,7 +6,7 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::rank::{Needs, Policy, Rank, Ranks, SessionNames, draw, requests};
+use super::rank::{Policy, PolicyInputs, Rank, Ranks, SessionNames, draw, requests};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{ensure, is_name};
@@ -44,13 +44,13 @@ impl Policy for SessionSettings {
         )
     }
 
-    fn needs(&self) -> Needs<'_> {
-        Needs {
+    fn needs(&self) -> PolicyInputs<'_> {
+        PolicyInputs {
             session: Some(SessionNames {
                 header: &self.header,
                 cookie: self.cookie.as_deref(),
             }),
-            ..Needs::default()
+            ..PolicyInputs::default()
         }
     }
 

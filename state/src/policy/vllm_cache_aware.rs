@@ -9,7 +9,7 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::rank::{MatchBy, Needs, Policy, Rank, Ranks, Touch, load_bound};
+use super::rank::{MatchBy, Policy, PolicyInputs, Rank, Ranks, Touch, load_bound};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most};
@@ -71,14 +71,14 @@ impl Policy for VllmCacheAwareSettings {
         )
     }
 
-    fn needs(&self) -> Needs<'_> {
-        Needs {
+    fn needs(&self) -> PolicyInputs<'_> {
+        PolicyInputs {
             match_by: match self.hashing {
                 BlockNaming::Chained => MatchBy::Mask,
                 BlockNaming::Position => MatchBy::Position,
             },
             touch: self.touch,
-            ..Needs::default()
+            ..PolicyInputs::default()
         }
     }
 

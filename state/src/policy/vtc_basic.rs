@@ -16,7 +16,7 @@ use bincode::{Decode, Encode};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::rank::{BySlot, Needs, Policy, Rank, Ranks, draw};
+use super::rank::{BySlot, Policy, PolicyInputs, Rank, Ranks, draw};
 use super::{Candidate, PolicyRequest, Reason};
 use crate::reject::Rejection;
 use crate::validate::{at_least, at_most, ensure};
@@ -139,10 +139,10 @@ impl Policy for VtcBasicSettings {
         Ok(())
     }
 
-    fn needs(&self) -> Needs<'_> {
-        Needs {
+    fn needs(&self) -> PolicyInputs<'_> {
+        PolicyInputs {
             user_tokens: true,
-            ..Needs::default()
+            ..PolicyInputs::default()
         }
     }
 

@@ -59,7 +59,7 @@ pub struct AccuracyView {
 
 /// Inputs for the correction of a capacity.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Holding {
+pub(crate) struct CapacityObservation {
     /// Number of owned blocks.
     pub(crate) owned: u64,
     /// Corrected capacity in blocks; `None` if there is none to correct.
@@ -68,7 +68,12 @@ pub(crate) struct Holding {
 
 impl Accuracy {
     /// Adds a plausible sample. `off_permille` is the bound of the error.
-    pub(crate) fn observe(&mut self, sample: &ServiceSample, off_permille: u32, holding: Holding) {
+    pub(crate) fn observe(
+        &mut self,
+        sample: &ServiceSample,
+        off_permille: u32,
+        holding: CapacityObservation,
+    ) {
         let fresh = sample.predicted_prompt_tokens;
         if fresh == 0 {
             return;
@@ -148,7 +153,7 @@ impl Accuracy {
 
     /// Takes a correction step if the backend is marked, the capacity bounds the belief, and enough
     /// tokens were seen since the last step.
-    fn correct(&mut self, holding: Holding) {
+    fn correct(&mut self, holding: CapacityObservation) {
         let is_bounded = holding
             .capacity
             .is_some_and(|capacity| holding.owned * 10 >= u64::from(capacity) * 9);

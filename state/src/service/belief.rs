@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 
 use bincode::{Decode, Encode};
 
-use super::Holding;
+use super::CapacityObservation;
 use crate::ids::{BackendRef, Slot};
 
 /// What a failure counts, in requests that held: one in so many is no evidence.
@@ -88,7 +88,7 @@ struct Belief {
 }
 
 impl Belief {
-    fn observe(&mut self, sample: &BeliefSample, holding: Holding) {
+    fn observe(&mut self, sample: &BeliefSample, holding: CapacityObservation) {
         if self.rest_blocks > 0 {
             self.rest_blocks = self.rest_blocks.saturating_sub(sample.computed_blocks);
             return;
@@ -169,7 +169,7 @@ pub(crate) struct Beliefs(BTreeMap<Slot, Belief>);
 
 impl Beliefs {
     /// Adds a plausible sample.
-    pub(crate) fn observe(&mut self, sample: &BeliefSample, holding: Holding) {
+    pub(crate) fn observe(&mut self, sample: &BeliefSample, holding: CapacityObservation) {
         if holding.capacity.is_some() {
             let belief = self.0.entry(sample.backend.slot).or_default();
             belief.observe(sample, holding);

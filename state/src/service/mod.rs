@@ -21,7 +21,7 @@ use bincode::{Decode, Encode};
 use crate::ids::{BackendRef, Slot};
 
 pub use accuracy::AccuracyView;
-pub(crate) use accuracy::{Accuracy, Holding};
+pub(crate) use accuracy::{Accuracy, CapacityObservation};
 pub use assumed::{ASSUMED_BLOCKS_ALL, ASSUMED_BLOCKS_MAX};
 pub(crate) use assumed::{AssumedCapacities, share};
 pub use belief::BeliefSample;

@@ -299,7 +299,7 @@ proptest! {
                 continue;
             }
             learning.observe(&sample);
-            accuracy.observe(&sample, 200, Holding { owned: 100, capacity: Some(100) });
+            accuracy.observe(&sample, 200, CapacityObservation { owned: 100, capacity: Some(100) });
             if let Some(learnt) = learning.learnt() {
                 prop_assert!(learnt.prefill_ns_per_token <= 10_000_000);
                 prop_assert!(learnt.decode_ns_per_request <= 1_000_000_000);
@@ -335,7 +335,7 @@ proptest! {
             if !sample.is_plausible() {
                 continue;
             }
-            beliefs.observe(&sample, Holding { owned, capacity: Some(1000) });
+            beliefs.observe(&sample, CapacityObservation { owned, capacity: Some(1000) });
             let after = beliefs.permille(Slot(0));
             prop_assert!((700..=1400).contains(&after));
             prop_assert!(before.abs_diff(after) <= before / 32);
@@ -357,7 +357,7 @@ fn predicted(prompt: u64, predicted: u64, cached: u64) -> ServiceSample {
 
 #[test]
 fn a_mark_comes_with_evidence_and_goes_with_more() {
-    let unbounded = Holding {
+    let unbounded = CapacityObservation {
         owned: 10,
         capacity: None,
     };
@@ -386,11 +386,11 @@ fn a_mark_comes_with_evidence_and_goes_with_more() {
 
 #[test]
 fn a_capacity_is_corrected_where_it_bounds_the_belief_and_by_two_at_most() {
-    let full = Holding {
+    let full = CapacityObservation {
         owned: 950,
         capacity: Some(1000),
     };
-    let half_full = Holding { owned: 500, ..full };
+    let half_full = CapacityObservation { owned: 500, ..full };
     let run = |holding, predicted_permille: u64, cached_permille: u64| {
         let mut accuracy = Accuracy::default();
         for _ in 0..2000 {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::members::{Members, epoch_of};
-use super::split::{Standing, Transfer, apportion, split, transfers};
+use super::split::{ReplicaShare, Transfer, apportion, split, transfers};
 use super::{Demand, Epoch, PlaceReport, RECENT_MS, Run, SILENT_MS, ShareReport};
 use crate::ids::{BackendRef, ReplicaId, SessionId};
 
@@ -55,7 +55,7 @@ pub struct Plan {
 
 /// One replica's shares.
 #[derive(Debug, Clone)]
-pub struct ShareBook {
+pub struct ShareLedger {
     me: ReplicaId,
     run: Run,
     number: u64,
@@ -71,7 +71,7 @@ pub struct ShareBook {
     backends: BTreeMap<BackendRef, LimitShare>,
 }
 
-impl ShareBook {
+impl ShareLedger {
     /// The book of a replica that has heard nobody.
     #[must_use]
     pub fn new(me: ReplicaId, session: SessionId) -> Self {
@@ -259,14 +259,14 @@ impl ShareBook {
     }
 
     /// What to hand over. If `is_whole`, places of a backend that nobody uses are gathered at one
-    /// replica. A plan says what would be right; [`ShareBook::give`] does it.
+    /// replica. A plan says what would be right; [`ShareLedger::give`] does it.
     #[must_use]
     pub fn plan(&self, backend: BackendRef, is_whole: bool) -> Plan {
         let (Some(own), Some(share)) = (self.backends.get(&backend), self.share(backend)) else {
             return Plan::default();
         };
         let limit = own.limit.unwrap_or_default();
-        let mut standings = vec![Standing {
+        let mut standings = vec![ReplicaShare {
             replica: self.me,
             share,
             demand: own.demand,
@@ -274,7 +274,7 @@ impl ShareBook {
         // Who does not hear this replica would not get what it is given.
         let peers = self.in_epoch().filter(|(_, it)| it.has_heard(self.me));
         standings.extend(peers.map(|(replica, report)| {
-            Standing {
+            ReplicaShare {
                 replica,
                 share: self.share_of(backend, limit, replica),
                 demand: report
@@ -298,7 +298,7 @@ impl ShareBook {
             (standings[it.to].replica, places)
         };
         let running = i64::from(own.demand.running);
-        let is_over = |it: &Standing| i64::from(it.demand.running) > it.share;
+        let is_over = |it: &ReplicaShare| i64::from(it.demand.running) > it.share;
         let mut peers = standings.iter().filter(|it| it.replica != self.me);
         Plan {
             gifts: own_gifts.map(gift).collect(),

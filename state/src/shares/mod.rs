@@ -18,7 +18,7 @@
 //! one: two concurrent epochs do not add up to more places. Since epochs follow from which replicas
 //! are heard, a replica that hears no other has the whole limit; in a partition each side has.
 //!
-//! [`ShareBook`] is one replica's part of this: its inputs are the time, peers' reports and what
+//! [`ShareLedger`] is one replica's part of this: its inputs are the time, peers' reports and what
 //! runs, its outputs what may run and which places to hand to which replica. It knows no clock and
 //! sends nothing. docs/internals/limits.md describes the protocol, docs/adr/0047 the choice.
 
@@ -28,7 +28,7 @@ mod split;
 #[cfg(test)]
 mod tests;
 
-pub use book::{Plan, ShareBook};
+pub use book::{Plan, ShareLedger};
 
 use crate::ids::{BackendRef, ReplicaId, SessionId};
 

@@ -10,7 +10,7 @@ use crate::ids::ReplicaId;
 
 /// One replica at one backend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Standing {
+pub(super) struct ReplicaShare {
     pub(super) replica: ReplicaId,
     /// Its share; below zero after a limit fell under what was handed over before.
     pub(super) share: i64,
@@ -64,9 +64,9 @@ pub(super) fn apportion(total: i64, weights: &[i64], turn: usize) -> Vec<i64> {
 
 /// Splits `places` among replicas. `turn` says who gets what cannot be split evenly; if `is_whole`,
 /// one replica gets all that nobody else uses.
-pub(super) fn split(places: i64, standings: &[Standing], turn: usize, is_whole: bool) -> Split {
-    let running = |it: &Standing| i64::from(it.demand.running);
-    let waiting = |it: &Standing| i64::from(it.demand.waiting);
+pub(super) fn split(places: i64, standings: &[ReplicaShare], turn: usize, is_whole: bool) -> Split {
+    let running = |it: &ReplicaShare| i64::from(it.demand.running);
+    let waiting = |it: &ReplicaShare| i64::from(it.demand.waiting);
     let runs: Vec<i64> = standings.iter().map(running).collect();
     let free = (places - runs.iter().sum::<i64>()).max(0);
     let waits: i64 = standings.iter().map(waiting).sum();
@@ -106,10 +106,10 @@ pub(super) fn split(places: i64, standings: &[Standing], turn: usize, is_whole: 
 
 /// Splits places that nobody needs yet: one for each if there are enough, the rest by how many
 /// requests each has started lately.
-fn spread(spare: i64, standings: &[Standing], turn: usize) -> Vec<i64> {
+fn spread(spare: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
     let len = i64::try_from(standings.len()).unwrap_or(i64::MAX);
     let each = i64::from(spare >= len);
-    let recent = |it: &Standing| i64::from(it.demand.recent) + 1;
+    let recent = |it: &ReplicaShare| i64::from(it.demand.recent) + 1;
     let weights: Vec<i64> = standings.iter().map(recent).collect();
     let mut parts = apportion(spare - each * len, &weights, turn);
     parts.iter_mut().for_each(|part| *part += each);
@@ -119,8 +119,8 @@ fn spread(spare: i64, standings: &[Standing], turn: usize) -> Vec<i64> {
 /// What each should run when more requests wait than there are places: one for each replica that
 /// wants any, the rest in proportion to what runs and waits there. If there are fewer places than
 /// that, they go round among those that run nothing, the longest wait first.
-fn fair(places: i64, standings: &[Standing], turn: usize) -> Vec<i64> {
-    let demand = |it: &Standing| i64::from(it.demand.running) + i64::from(it.demand.waiting);
+fn fair(places: i64, standings: &[ReplicaShare], turn: usize) -> Vec<i64> {
+    let demand = |it: &ReplicaShare| i64::from(it.demand.running) + i64::from(it.demand.waiting);
     let demands: Vec<i64> = standings.iter().map(demand).collect();
     let wanting = demands.iter().filter(|it| **it > 0).count();
     let wanting = i64::try_from(wanting).unwrap_or(i64::MAX);
@@ -141,7 +141,7 @@ fn fair(places: i64, standings: &[Standing], turn: usize) -> Vec<i64> {
 }
 
 /// Those with requests waiting, the longest wait first.
-fn by_wait(standings: &[Standing]) -> Vec<usize> {
+fn by_wait(standings: &[ReplicaShare]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..standings.len())
         .filter(|at| standings[*at].demand.waiting > 0)
         .collect();
@@ -151,7 +151,7 @@ fn by_wait(standings: &[Standing]) -> Vec<usize> {
 
 /// Whose batch is next: of the replica that runs one, else where a request has waited longest.
 /// `None`: nobody wants the backend.
-fn batcher(standings: &[Standing]) -> Option<usize> {
+fn batcher(standings: &[ReplicaShare]) -> Option<usize> {
     let mut busy = (0..standings.len()).filter(|at| standings[*at].demand.running > 0);
     let holder = busy.next();
     holder.or_else(|| by_wait(standings).first().copied())
@@ -159,7 +159,7 @@ fn batcher(standings: &[Standing]) -> Option<usize> {
 
 /// Who hands how much to whom, so that all come nearer to their targets: what is needed now before
 /// what might be. Nobody hands over what it uses.
-pub(super) fn transfers(standings: &[Standing], targets: &[i64]) -> Vec<Transfer> {
+pub(super) fn transfers(standings: &[ReplicaShare], targets: &[i64]) -> Vec<Transfer> {
     let lacks = |at: usize| targets[at] - standings[at].share;
     let is_needed = |at: &usize| {
         let it = &standings[*at];

@@ -14,7 +14,7 @@ use state::command::{
     UserSpec,
 };
 use state::discovery::{Discovery, DiscoveryChange};
-use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRefusal};
+use state::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 use state::grants::Wait;
 use state::ids::{
     AttemptId, BackendRef, EngineHash, Incarnation, ModelKey, ReplicaId, SessionId, Slot, Ticket,
@@ -185,7 +185,7 @@ fn kv() -> impl Strategy<Value = Item> {
         12 => message,
         6 => prop::option::of(0_u64..5).prop_map(|seq| KvNews::Current { seq }),
         1 => Just(KvNews::Doubt(KvDoubt::Behind)),
-        1 => Just(KvNews::Refuse(KvRefusal::Models)),
+        1 => Just(KvNews::Refuse(KvRejection::Models)),
     ];
     (backend(), 0_u16..2, 0_u64..3, news).prop_map(|(backend, rank, publisher, news)| {
         Item::KvEvents(KvBatch {

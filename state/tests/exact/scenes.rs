@@ -3,7 +3,7 @@
 use state::command::{Command, Item, LeaseOutcome, Reply};
 use state::exact::{
     KV_BLOCKS_PER_BATCH_MAX, KV_RANKS_MAX, KvBatch, KvCondition, KvDoubt, KvEvent, KvMessage,
-    KvMode, KvNews, KvReason, KvRefusal,
+    KvMode, KvNews, KvReason, KvRejection,
 };
 use state::ids::{BackendRef, BlockHash, EngineHash, Slot};
 
@@ -373,9 +373,9 @@ fn another_run_begins_with_nothing_and_an_earlier_one_is_old_news() {
     assert_eq!(scene.owned(), [3]);
     scene.tell_of(2, 0, KvNews::Current { seq: Some(0) });
     assert_eq!(scene.condition(), KvCondition::EXACT);
-    scene.tell_of(2, 0, KvNews::Refuse(KvRefusal::Models));
+    scene.tell_of(2, 0, KvNews::Refuse(KvRejection::Models));
     scene.tell_of(2, 0, message(1, false, vec![KvEvent::Cleared]));
-    let refused = because(KvMode::Lease, KvReason::Refused(KvRefusal::Models));
+    let refused = because(KvMode::Lease, KvReason::Refused(KvRejection::Models));
     assert_eq!((scene.owned(), scene.condition()), (Vec::new(), refused));
     scene.tell_of(3, 0, KvNews::Current { seq: None });
     assert_eq!(scene.condition(), KvCondition::EXACT);

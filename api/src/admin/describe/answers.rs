@@ -16,7 +16,7 @@ use super::problems::{
     INVALID, LIMIT, NO_QUORUM, NOT_INITIALISED, OUTCOME_UNKNOWN, REFUSED, STALE_SESSION, TOO_LARGE,
     UNKNOWN_HOST,
 };
-use super::{AnswerShape, CallShape, Gives, Schemas};
+use super::{AnswerShape, CallShape, DescribeResponse, Schemas};
 use crate::error::Problem;
 use crate::events::NumberedEvent;
 use crate::readiness::Readiness;
@@ -45,20 +45,20 @@ fn other(media_type: &'static str, what: &'static str) -> AnswerShape {
     }
 }
 
-impl<T: Gives> Gives for Result<T, Problem> {
+impl<T: DescribeResponse> DescribeResponse for Result<T, Problem> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         T::describe(call, schemas);
     }
 }
 
-impl<T: JsonSchema> Gives for Answer<T> {
+impl<T: JsonSchema> DescribeResponse for Answer<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let schema = schemas.given::<T>();
         call.answers.push(document(200, "As asked for.", schema));
     }
 }
 
-impl<T: JsonSchema> Gives for Versioned<T> {
+impl<T: JsonSchema> DescribeResponse for Versioned<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let mut answer = document(200, "As asked for.", schemas.given::<T>());
         answer.headers = vec![(
@@ -83,21 +83,21 @@ fn writes(call: &mut CallShape, schema: Value) {
     call.answers.push(document(200, "Committed.", schema));
 }
 
-impl Gives for Written {
+impl DescribeResponse for Written {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let schema = schemas.given::<WriteResponse>();
         writes(call, schema);
     }
 }
 
-impl<T: JsonSchema> Gives for WrittenWith<T> {
+impl<T: JsonSchema> DescribeResponse for WrittenWith<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let schema = schemas.given::<T>();
         writes(call, schema);
     }
 }
 
-impl<T: JsonSchema> Gives for Changed<T> {
+impl<T: JsonSchema> DescribeResponse for Changed<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         call.fails(&[OUTCOME_UNKNOWN, REFUSED]);
         let schema = schemas.given::<T>();
@@ -105,7 +105,7 @@ impl<T: JsonSchema> Gives for Changed<T> {
     }
 }
 
-impl Gives for ReadinessAnswer {
+impl DescribeResponse for ReadinessAnswer {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let schema = schemas.given::<Readiness>();
         let fit = document(200, "The replica takes traffic.", schema.clone());
@@ -114,7 +114,7 @@ impl Gives for ReadinessAnswer {
     }
 }
 
-impl Gives for MetricsAnswer {
+impl DescribeResponse for MetricsAnswer {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.answers.extend([
             other("text/plain", "Metrics, in the form that `Accept` prefers."),
@@ -123,7 +123,7 @@ impl Gives for MetricsAnswer {
     }
 }
 
-impl Gives for EventsAnswer {
+impl DescribeResponse for EventsAnswer {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let data = schemas.given::<NumberedEvent>();
         let stream = json!({ "type": "string", "x-quorate-event-data": data });
@@ -134,7 +134,7 @@ impl Gives for EventsAnswer {
     }
 }
 
-impl Gives for BackupFile {
+impl DescribeResponse for BackupFile {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         let file = json!({ "type": "string", "contentMediaType": "application/octet-stream" });
         call.answers.push(AnswerShape {
@@ -145,7 +145,7 @@ impl Gives for BackupFile {
     }
 }
 
-impl Gives for RecordingFile {
+impl DescribeResponse for RecordingFile {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.answers.push(AnswerShape {
             headers: vec![("Content-Disposition", "A name for the file.")],
@@ -157,14 +157,14 @@ impl Gives for RecordingFile {
     }
 }
 
-impl Gives for OpenApi {
+impl DescribeResponse for OpenApi {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         let schema = json!({ "type": "object", "properties": { "openapi": { "const": "3.1.0" } } });
         call.answers.push(document(200, "The document.", schema));
     }
 }
 
-impl Gives for ConsoleAnswer {
+impl DescribeResponse for ConsoleAnswer {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.fails(&[UNKNOWN_HOST]);
         call.answers.push(AnswerShape {
@@ -180,7 +180,7 @@ impl Gives for ConsoleAnswer {
     }
 }
 
-impl Gives for Html<String> {
+impl DescribeResponse for Html<String> {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.answers.push(other("text/html", "A page."));
     }

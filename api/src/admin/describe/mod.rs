@@ -1,8 +1,8 @@
 //! The inputs and outputs of a call, derived from its handler's signature: the source of the
 //! OpenAPI document, and of the query keys that a call accepts.
 //!
-//! Extractors and answers describe themselves ([`Takes`], [`Gives`]), and a handler is described by
-//! its arguments and its result ([`Described`]). A handler cannot take or give what is not
+//! Extractors and answers describe themselves ([`DescribeRequest`], [`DescribeResponse`]), and a handler is described by
+//! its arguments and its result ([`DescribedHandler`]). A handler cannot take or give what is not
 //! described: it would not fit into the table of routes. The table also lists what no type shows:
 //! the problems that a handler itself answers.
 
@@ -72,31 +72,31 @@ impl CallShape {
 }
 
 /// What a handler can take.
-pub(super) trait Takes {
+pub(super) trait DescribeRequest {
     /// Adds it to `call`.
     fn describe(call: &mut CallShape, schemas: &mut Schemas);
 }
 
 /// What a handler can answer.
-pub(super) trait Gives {
+pub(super) trait DescribeResponse {
     /// Adds it to `call`.
     fn describe(call: &mut CallShape, schemas: &mut Schemas);
 }
 
 /// A handler whose signature says what it takes and gives.
-pub(super) trait Described<Arguments>: Handler<Arguments, AdminState> {
+pub(super) trait DescribedHandler<Arguments>: Handler<Arguments, AdminState> {
     /// Adds both to `call`.
     fn describe(call: &mut CallShape, schemas: &mut Schemas);
 }
 
 macro_rules! described {
     ($($argument:ident),*) => {
-        impl<F, Fut, R, M, $($argument),*> Described<(M, $($argument,)*)> for F
+        impl<F, Fut, R, M, $($argument),*> DescribedHandler<(M, $($argument,)*)> for F
         where
             F: Handler<(M, $($argument,)*), AdminState> + Fn($($argument),*) -> Fut,
             Fut: Future<Output = R>,
-            R: Gives,
-            $($argument: Takes),*
+            R: DescribeResponse,
+            $($argument: DescribeRequest),*
         {
             fn describe(call: &mut CallShape, schemas: &mut Schemas) {
                 $($argument::describe(call, schemas);)*
@@ -113,7 +113,7 @@ described!(A, B, C, D);
 described!(A, B, C, D, E);
 
 /// A handler, ready to be served and described.
-pub(super) struct Served {
+pub(super) struct DescribedRoute {
     /// Serves it under a method.
     pub(super) on: Box<dyn FnOnce(MethodFilter) -> MethodRouter<AdminState>>,
     /// Describes it.
@@ -121,12 +121,12 @@ pub(super) struct Served {
 }
 
 /// Makes an entry of the table of routes out of a handler.
-pub(super) fn served<H, Arguments>(handler: H) -> Served
+pub(super) fn served<H, Arguments>(handler: H) -> DescribedRoute
 where
-    H: Described<Arguments>,
+    H: DescribedHandler<Arguments>,
     Arguments: 'static,
 {
-    Served {
+    DescribedRoute {
         on: Box::new(move |method| on(method, handler)),
         describe: H::describe,
     }

@@ -13,21 +13,21 @@ use super::super::stream::LastEventId;
 use super::super::versions::IfMatch;
 use super::super::whoami::Caller;
 use super::problems::{BODY_TIMEOUT, BODY_TOO_LARGE, CHANGED, CONTENT_TYPE, INVALID, NO_QUORUM};
-use super::{BodyShape, CallShape, ParameterShape, Schemas, Takes};
+use super::{BodyShape, CallShape, DescribeRequest, ParameterShape, Schemas};
 
-impl Takes for State<AdminState> {
+impl DescribeRequest for State<AdminState> {
     fn describe(_: &mut CallShape, _: &mut Schemas) {}
 }
 
-impl Takes for Extension<Caller> {
+impl DescribeRequest for Extension<Caller> {
     fn describe(_: &mut CallShape, _: &mut Schemas) {}
 }
 
-impl Takes for HeaderMap {
+impl DescribeRequest for HeaderMap {
     fn describe(_: &mut CallShape, _: &mut Schemas) {}
 }
 
-impl Takes for BackupUpload {
+impl DescribeRequest for BackupUpload {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.fails(&[INVALID, BODY_TIMEOUT, CONTENT_TYPE]);
         call.body = Some(BodyShape {
@@ -38,7 +38,7 @@ impl Takes for BackupUpload {
     }
 }
 
-impl<T: JsonSchema> Takes for QueryParams<T> {
+impl<T: JsonSchema> DescribeRequest for QueryParams<T> {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         let keys = Schemas::keys::<T>();
         if keys.iter().any(|key| key.name == "read") {
@@ -48,19 +48,19 @@ impl<T: JsonSchema> Takes for QueryParams<T> {
     }
 }
 
-impl<T: JsonSchema> Takes for PathParam<T> {
+impl<T: JsonSchema> DescribeRequest for PathParam<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         call.path = Some(schemas.taken::<T>());
     }
 }
 
-impl Takes for PathName {
+impl DescribeRequest for PathName {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.path = Some(json!({ "type": "string", "minLength": 1, "maxLength": 256 }));
     }
 }
 
-impl Takes for IfMatch {
+impl DescribeRequest for IfMatch {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.fails(&[CHANGED, NO_QUORUM]);
         call.headers.push(ParameterShape {
@@ -76,7 +76,7 @@ impl Takes for IfMatch {
     }
 }
 
-impl Takes for LastEventId {
+impl DescribeRequest for LastEventId {
     fn describe(call: &mut CallShape, _: &mut Schemas) {
         call.headers.push(ParameterShape {
             name: "Last-Event-ID".to_owned(),
@@ -99,21 +99,21 @@ fn takes_json(call: &mut CallShape, schema: Value, is_required: bool) {
     });
 }
 
-impl<T: JsonSchema> Takes for Json<T> {
+impl<T: JsonSchema> DescribeRequest for Json<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let schema = schemas.taken::<T>();
         takes_json(call, schema, true);
     }
 }
 
-impl<T: JsonSchema> Takes for MaybeJson<T> {
+impl<T: JsonSchema> DescribeRequest for MaybeJson<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let schema = schemas.taken::<T>();
         takes_json(call, schema, false);
     }
 }
 
-impl<T: ReplacedSettings + JsonSchema> Takes for WrittenSettings<T> {
+impl<T: ReplacedSettings + JsonSchema> DescribeRequest for WrittenSettings<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let config = schemas.taken::<T>();
         let around = json!({
@@ -133,7 +133,7 @@ impl<T: ReplacedSettings + JsonSchema> Takes for WrittenSettings<T> {
     }
 }
 
-impl<T: ReadBack + JsonSchema> Takes for ReadBackJson<T> {
+impl<T: ReadBack + JsonSchema> DescribeRequest for ReadBackJson<T> {
     fn describe(call: &mut CallShape, schemas: &mut Schemas) {
         let schema = schemas.taken::<T>();
         takes_json(call, schema, true);

@@ -2,7 +2,7 @@
 
 use http::Method;
 
-use super::super::describe::Served;
+use super::super::describe::DescribedRoute;
 use super::super::describe::problems::ProblemKind;
 use super::super::roles::{AdminRole, Permission};
 use super::CallInfo;
@@ -19,7 +19,7 @@ macro_rules! method {
             id: &'static str,
             permission: Permission,
             what: &'static str,
-            handler: fn() -> Served,
+            handler: fn() -> DescribedRoute,
         ) -> CallInfo {
             CallInfo {
                 method: Method::$method,

@@ -12,7 +12,7 @@ use http::Method;
 
 pub(super) use self::table::ROUTES;
 use super::AdminState;
-use super::describe::Served;
+use super::describe::DescribedRoute;
 use super::describe::problems::ProblemKind;
 use super::roles::{AdminRole, Permission};
 
@@ -34,7 +34,7 @@ pub(super) struct CallInfo {
     pub(super) what: &'static str,
     /// Problems that its handler's signature does not tell.
     pub(super) problems: &'static [ProblemKind],
-    pub(super) handler: fn() -> Served,
+    pub(super) handler: fn() -> DescribedRoute,
 }
 
 /// What a call needs. `path` is the path of the table that was matched; `None`: no path was.

@@ -263,7 +263,7 @@ pub(in super::super) const ROUTES: &[RouteInfo] = &[
             put(
                 "putUser",
                 OPERATOR,
-                "Changes a user, or creates it. Absent fields keep their values. Takes what \
+                "Changes a user, or creates it. Absent fields keep their values. DescribeRequest what \
  `GET` answers.",
                 || served(users::put),
             ),

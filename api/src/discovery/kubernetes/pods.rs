@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use serde_json::Value;
 use state::command::{BackendRole, BackendSpec};
-use state::discovery::{EngineCondition, RefusedEngine, ToldEngine};
+use state::discovery::{EngineCondition, ListedEngine, RefusedEngine};
 
 use super::PODS_MAX;
 use super::client::ApiError;
@@ -150,10 +150,12 @@ impl PodTable {
                 continue;
             };
             match dialer.check_told(ip) {
-                Ok(()) => reading.engines.extend(at_ports.iter().map(|at| ToldEngine {
-                    spec: spec(&named(at), (ip, at.port), pod, &at.template),
-                    condition: pod.condition,
-                })),
+                Ok(()) => reading
+                    .engines
+                    .extend(at_ports.iter().map(|at| ListedEngine {
+                        spec: spec(&named(at), (ip, at.port), pod, &at.template),
+                        condition: pod.condition,
+                    })),
                 Err(refused) => reading.refused.push(RefusedEngine {
                     engine: name.clone(),
                     reason: refused.to_string(),

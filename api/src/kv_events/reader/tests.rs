@@ -325,7 +325,7 @@ async fn a_refusal_that_is_mended_ends_with_the_next_reader() {
     let log = Log::new();
     let (events, replay) = engine(2).await;
     let backend = log.add(events, replay);
-    let refusal = KvRefusal::BlockSize {
+    let refusal = KvRejection::BlockSize {
         engine: BLOCK,
         router: BLOCK + 1,
     };

@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use bytes::Bytes;
-use state::exact::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRefusal};
+use state::exact::{KV_BLOCKS_PER_BATCH_MAX, KvEvent, KvRejection};
 use state::ids::{BlockHash, EngineHash};
 use state::prefix::BlockHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -44,7 +44,7 @@ pub struct HashIdentity {
 
 /// The engine's events cannot be used, for this reason.
 #[derive(Debug)]
-pub(super) struct UnusableEventsError(pub(super) KvRefusal);
+pub(super) struct UnusableEventsError(pub(super) KvRejection);
 
 /// Consecutive blocks behind an unknown parent.
 #[derive(Debug)]
@@ -198,7 +198,7 @@ impl PublishedBlocks {
             return Ok(());
         }
         if !self.learn_parts(stored.block_size) {
-            return Err(UnusableEventsError(KvRefusal::BlockSize {
+            return Err(UnusableEventsError(KvRejection::BlockSize {
                 engine: stored.block_size,
                 router: self.identity.block_size,
             }));

@@ -36,7 +36,7 @@ use self::cache::TokenCache;
 use self::chat::{Chat, TokenizerInput, UnclearBodyError};
 use self::huggingface::{HuggingFace, TextPiece};
 use self::template::ReplyRendering;
-use super::AroundText;
+use super::SpecialTokenCount;
 
 pub use self::remote::tokenize_question;
 pub(crate) use self::remote::{
@@ -227,7 +227,7 @@ pub(crate) enum TokenizerContent {
 pub(crate) struct Encoded {
     pub(crate) ids: Vec<u32>,
     /// How many of them the tokenizer added.
-    pub(crate) around: AroundText,
+    pub(crate) around: SpecialTokenCount,
     /// `None`: output does not continue it in a known way.
     pub(crate) seam: Option<ReplyBoundary>,
 }
@@ -442,7 +442,7 @@ impl Tokenizer {
             None
         };
         ids.extend_from_slice(around.1);
-        let around = AroundText {
+        let around = SpecialTokenCount {
             before: around.0.len(),
             behind: around.1.len(),
         };

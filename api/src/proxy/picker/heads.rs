@@ -13,13 +13,13 @@ use crate::proxy::request::bad_request;
 use crate::proxy::settings::ProxyLimits;
 
 /// A head of a message.
-struct ToldHead<'a> {
+struct GatewayHead<'a> {
     /// Those whose name begins with a colon.
     pseudo: Vec<(&'a str, &'a [u8])>,
     headers: HeaderMap,
 }
 
-impl<'a> ToldHead<'a> {
+impl<'a> GatewayHead<'a> {
     fn of(told: &'a HttpHeaders, limits: &ProxyLimits) -> Result<Self, ProxyError> {
         let fields = told.headers.iter().flat_map(|map| &map.headers);
         let (mut pseudo, mut headers) = (Vec::new(), HeaderMap::new());
@@ -61,7 +61,7 @@ fn value(field: &ext_proc::HeaderValue) -> &[u8] {
 
 /// The head of a request, as a server reads it.
 pub(super) fn request(told: &HttpHeaders, limits: &ProxyLimits) -> Result<Parts, ProxyError> {
-    let head = ToldHead::of(told, limits)?;
+    let head = GatewayHead::of(told, limits)?;
     let (Some(method), Some(path)) = (head.pseudo(":method"), head.pseudo(":path")) else {
         return Err(bad_request("the request has no method or no path"));
     };
@@ -75,7 +75,7 @@ pub(super) fn request(told: &HttpHeaders, limits: &ProxyLimits) -> Result<Parts,
 
 /// Status and headers of an answer; `None`: it is none.
 pub(super) fn answer(told: &HttpHeaders, limits: &ProxyLimits) -> Option<(StatusCode, HeaderMap)> {
-    let head = ToldHead::of(told, limits).ok()?;
+    let head = GatewayHead::of(told, limits).ok()?;
     let status: StatusCode = head.pseudo(":status")?.parse().ok()?;
     (!status.is_informational()).then_some((status, head.headers))
 }

@@ -184,7 +184,7 @@ pub(super) struct UploadedBody<'a> {
 }
 
 /// A body that broke off, see [`UploadedBody::halt`].
-pub(super) struct BrokenUpload;
+pub(super) struct UploadError;
 
 impl<'a> UploadedBody<'a> {
     /// One that begins with the next message; with `is_over` there is none.
@@ -222,12 +222,12 @@ impl<'a> UploadedBody<'a> {
 
 impl Body for UploadedBody<'_> {
     type Data = Bytes;
-    type Error = BrokenUpload;
+    type Error = UploadError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BrokenUpload>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, UploadError>>> {
         if self.is_over {
             return Poll::Ready(None);
         }
@@ -237,7 +237,7 @@ impl Body for UploadedBody<'_> {
             Ok(piece) => piece.map(|piece| Ok(Frame::data(piece))),
             Err(halt) => {
                 self.halt = Some(halt);
-                Some(Err(BrokenUpload))
+                Some(Err(UploadError))
             }
         })
     }

@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout};
 use tonic::Status;
 
 use super::ext_proc::body_mutation::Mutation;
-use super::ext_proc::processing_response::Response as Said;
+use super::ext_proc::processing_response::Response as LoggedLines;
 use super::ext_proc::{
     BodyMutation, BodyResponse, BodySendMode, CommonResponse, HeaderMutation, HeadersResponse,
     HttpStatus, ImmediateResponse, ProcessingMode, ProcessingResponse, StreamedBodyResponse,
@@ -32,14 +32,14 @@ pub(super) struct PickerMessages {
 
 impl PickerMessages {
     /// Sends a message, as soon as the gateway takes it.
-    pub(super) async fn send(&self, said: Said) -> Result<(), StreamHalt> {
+    pub(super) async fn send(&self, said: LoggedLines) -> Result<(), StreamHalt> {
         self.send_with(said, None).await
     }
 
     /// The same with metadata.
     pub(super) async fn send_with(
         &self,
-        said: Said,
+        said: LoggedLines,
         dynamic_metadata: Option<Struct>,
     ) -> Result<(), StreamHalt> {
         let message = ProcessingResponse {
@@ -59,7 +59,7 @@ impl PickerMessages {
             BodyMode::Buffered => BodySendMode::Buffered,
         };
         let message = ProcessingResponse {
-            response: Some(Said::RequestHeaders(HeadersResponse::default())),
+            response: Some(LoggedLines::RequestHeaders(HeadersResponse::default())),
             dynamic_metadata: None,
             mode_override: Some(ProcessingMode {
                 request_body_mode: BodySendMode::Buffered.into(),
@@ -73,7 +73,7 @@ impl PickerMessages {
     /// may keep an engine waiting, over the whole answer.
     pub(super) async fn send_within(
         &self,
-        said: Said,
+        said: LoggedLines,
         left: &mut Duration,
     ) -> Result<(), StreamHalt> {
         let since = Instant::now();
@@ -107,18 +107,18 @@ pub(super) enum BodyOf {
 
 impl BodyOf {
     /// The answer to a piece.
-    fn said(self, common: CommonResponse) -> Said {
+    fn said(self, common: CommonResponse) -> LoggedLines {
         let body = BodyResponse {
             response: Some(common),
         };
         match self {
-            Self::Request => Said::RequestBody(body),
-            Self::Answer => Said::ResponseBody(body),
+            Self::Request => LoggedLines::RequestBody(body),
+            Self::Answer => LoggedLines::ResponseBody(body),
         }
     }
 
     /// A piece of a body that streams in both directions by itself.
-    pub(super) fn piece(self, body: Bytes, end_of_stream: bool) -> Said {
+    pub(super) fn piece(self, body: Bytes, end_of_stream: bool) -> LoggedLines {
         let mutation = Mutation::StreamedResponse(StreamedBodyResponse {
             body,
             end_of_stream,
@@ -127,7 +127,7 @@ impl BodyOf {
     }
 
     /// What becomes of one piece that was sent.
-    pub(super) fn replaced(self, body: Bytes, headers: Option<HeaderMutation>) -> Said {
+    pub(super) fn replaced(self, body: Bytes, headers: Option<HeaderMutation>) -> LoggedLines {
         let mutation = match body.is_empty() {
             true => Mutation::ClearBody(true),
             false => Mutation::Body(body),
@@ -147,8 +147,8 @@ fn changed(mutation: Mutation, headers: Option<HeaderMutation>) -> CommonRespons
 }
 
 /// What becomes of the head of a request, whose route is to be looked up anew.
-pub(super) fn request_head(headers: HeaderMutation) -> Said {
-    Said::RequestHeaders(HeadersResponse {
+pub(super) fn request_head(headers: HeaderMutation) -> LoggedLines {
+    LoggedLines::RequestHeaders(HeadersResponse {
         response: Some(CommonResponse {
             header_mutation: Some(headers),
             body_mutation: None,
@@ -158,8 +158,8 @@ pub(super) fn request_head(headers: HeaderMutation) -> Said {
 }
 
 /// What becomes of the head of an answer.
-pub(super) fn answer_head(headers: HeaderMutation) -> Said {
-    Said::ResponseHeaders(HeadersResponse {
+pub(super) fn answer_head(headers: HeaderMutation) -> LoggedLines {
+    LoggedLines::ResponseHeaders(HeadersResponse {
         response: Some(CommonResponse {
             header_mutation: Some(headers),
             body_mutation: None,
@@ -169,19 +169,19 @@ pub(super) fn answer_head(headers: HeaderMutation) -> Said {
 }
 
 /// The trailers of a request pass.
-pub(super) fn request_trailers() -> Said {
-    Said::RequestTrailers(TrailersResponse::default())
+pub(super) fn request_trailers() -> LoggedLines {
+    LoggedLines::RequestTrailers(TrailersResponse::default())
 }
 
 /// The trailers of an answer pass.
-pub(super) fn answer_trailers() -> Said {
-    Said::ResponseTrailers(TrailersResponse::default())
+pub(super) fn answer_trailers() -> LoggedLines {
+    LoggedLines::ResponseTrailers(TrailersResponse::default())
 }
 
 /// An answer that is made here.
-pub(super) fn immediate(answer: Response<Bytes>, details: &str) -> Said {
+pub(super) fn immediate(answer: Response<Bytes>, details: &str) -> LoggedLines {
     let (head, body) = answer.into_parts();
-    Said::ImmediateResponse(ImmediateResponse {
+    LoggedLines::ImmediateResponse(ImmediateResponse {
         status: Some(HttpStatus {
             code: i32::from(head.status.as_u16()),
         }),

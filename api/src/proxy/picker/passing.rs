@@ -17,12 +17,12 @@ use super::inbound::{GatewayMessages, StreamHalt, out_of_turn};
 use super::outbound::{BodyOf, PIECE_BYTES_MAX, PickerMessages, answer_trailers};
 use crate::proxy::piece::ResponseBodyError;
 use crate::proxy::relay::{SharedResponseBody, lock};
-use crate::proxy::source::HandedWriter;
+use crate::proxy::source::AnswerPipeWriter;
 
 /// An answer whose head has passed.
-pub(super) struct PassedAnswer {
+pub(super) struct RelayedAnswer {
     pub(super) answer: SharedResponseBody,
-    pub(super) writer: HandedWriter,
+    pub(super) writer: AnswerPipeWriter,
     pub(super) is_bodiless: bool,
     /// How long its engine may still be kept waiting by the gateway.
     pub(super) held_back: Duration,
@@ -30,7 +30,7 @@ pub(super) struct PassedAnswer {
     pub(super) idle: Duration,
 }
 
-impl PassedAnswer {
+impl RelayedAnswer {
     /// Passes the body on, to its end.
     pub(super) async fn pass(
         self,

@@ -30,7 +30,7 @@ use super::service::PickerService;
 use crate::backends::pool::prepare;
 use crate::bounded_listener::{BoundedConnection, BoundedListener};
 use crate::proxy::DrainResult;
-use crate::tls::{self, ClearRefusal, MaybeTls, ServerConfig};
+use crate::tls::{self, ClearRejection, MaybeTls, ServerConfig};
 
 /// Most connections of gateways: each carries many streams.
 const CONNECTIONS_MAX: usize = 1024;
@@ -45,7 +45,7 @@ const MESSAGE_EXTRA_BYTES: usize = 1 << 20;
 const HEALTH_BYTES_MAX: usize = 4096;
 
 /// What a gateway hears that speaks HTTP in the clear where TLS is spoken.
-static NO_TLS: LazyLock<ClearRefusal> = LazyLock::new(|| ClearRefusal {
+static NO_TLS: LazyLock<ClearRejection> = LazyLock::new(|| ClearRejection {
     content_type: "text/plain",
     body: Bytes::from_static(b"this port speaks TLS\n"),
 });

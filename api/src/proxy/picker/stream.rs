@@ -16,18 +16,18 @@ use tonic::Status;
 use super::answers::StreamEnd;
 use super::ext_proc::HeadersResponse;
 use super::ext_proc::processing_request::Request;
-use super::ext_proc::processing_response::Response as Said;
+use super::ext_proc::processing_response::Response as LoggedLines;
 use super::inbound::{GatewayMessages, StreamHalt, UploadedBody, out_of_turn, override_ignored};
 use super::metrics::{PickedOutcome, ServedBy};
 use super::offer::EndpointOffer;
 use super::outbound::{
     BodyOf, PickerMessages, answer_head, immediate, request_head, request_trailers, untaken,
 };
-use super::passing::PassedAnswer;
+use super::passing::RelayedAnswer;
 use super::{BodyMode, BodyModes, Picker, heads, metadata};
 use crate::error::ProxyError;
 use crate::proxy::answer_body::AnswerBody;
-use crate::proxy::attempt::{AttemptFailure, OutgoingRequest, PendingAttempt, report_status};
+use crate::proxy::attempt::{AttemptError, OutgoingRequest, PendingAttempt, report_status};
 use crate::proxy::dialect::Dialect;
 use crate::proxy::forward::{admit, hidden, prepare, relay};
 use crate::proxy::headers::request_id;
@@ -38,7 +38,7 @@ use crate::proxy::request::HeldBodyBytes;
 use crate::proxy::routes::unslashed;
 use crate::proxy::source::{AnswerSource, handed};
 use crate::proxy::sse::WantedUsage;
-use crate::proxy::{ArrivedRequest, Proxy, TakenIn, failed, local, signed};
+use crate::proxy::{ArrivedRequest, Intake, Proxy, failed, local, signed};
 use crate::routing::{Attempt, AttemptEnd, Decision, OfferedEndpoints, RequestStages};
 use crate::traces::RequestTrace;
 
@@ -58,7 +58,7 @@ pub(super) struct StreamMeter {
 }
 
 /// What is noted of a request while its stream is open.
-struct StreamBooks {
+struct StreamAccounting {
     /// `None` once the answer has begun.
     ledger: Option<RequestMetricsGuard>,
     user: Option<UserKey>,
@@ -132,7 +132,7 @@ impl Drop for StreamMeter {
     }
 }
 
-impl StreamBooks {
+impl StreamAccounting {
     fn open(proxy: &Proxy) -> Self {
         Self {
             ledger: Some(RequestMetricsGuard::open(&proxy.metrics, None)),
@@ -164,7 +164,7 @@ impl PickerStream {
     async fn serve(&mut self, meter: &mut StreamMeter) -> StreamEnd {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
-        let mut books = StreamBooks::open(proxy);
+        let mut books = StreamAccounting::open(proxy);
         let Err(halt) = self.follow(&mut books, meter).await else {
             return Ok(());
         };
@@ -196,7 +196,7 @@ impl PickerStream {
 
     async fn follow(
         &mut self,
-        books: &mut StreamBooks,
+        books: &mut StreamAccounting,
         meter: &mut StreamMeter,
     ) -> Result<(), StreamHalt> {
         let picker = Arc::clone(&self.picker);
@@ -223,7 +223,7 @@ impl PickerStream {
             Err(_) => {
                 let (mut attempt, _) = pending.over();
                 if let Some(trace) = attempt.trace() {
-                    trace.failed(AttemptFailure::TimedOut.label());
+                    trace.failed(AttemptError::TimedOut.label());
                 }
                 // The engine may have computed all the while.
                 attempt.end(AttemptEnd::Broken, Instant::now());
@@ -236,7 +236,7 @@ impl PickerStream {
             }
         };
         let (attempt, _) = pending.over();
-        let told = ToldOffer { offer, sent_at };
+        let told = SentOffer { offer, sent_at };
         let (decision, attempt) = told.served(&picker, (decision, attempt), (&asked, &head));
         let passed = self.begin(&sending, (&decision, attempt, wanted), &head, books);
         let (passed, headers) = passed;
@@ -249,7 +249,7 @@ impl PickerStream {
     /// The stream's first message.
     async fn open(
         &mut self,
-        books: &mut StreamBooks,
+        books: &mut StreamAccounting,
     ) -> Result<(StreamOpening, BodyModes), StreamHalt> {
         let proxy = &self.picker.proxy;
         let limit = proxy.settings.timeouts.first_request;
@@ -299,7 +299,7 @@ impl PickerStream {
         &mut self,
         opening: StreamOpening,
         modes: BodyModes,
-        books: &mut StreamBooks,
+        books: &mut StreamAccounting,
     ) -> Result<(ProxiedRequest, UploadShape), StreamHalt> {
         let picker = Arc::clone(&self.picker);
         let proxy = &picker.proxy;
@@ -309,12 +309,12 @@ impl PickerStream {
         let read = self.read((&peer, &opening), modes, &mut held, books).await;
         let (taken, upload) = read?;
         let (holder, bytes) = match taken {
-            TakenIn::Whole(holder, bytes) => (holder, bytes),
-            TakenIn::Models(holder, id) => {
+            Intake::Whole(holder, bytes) => (holder, bytes),
+            Intake::Models(holder, id) => {
                 let told = proxy.models(&holder, id.as_deref())?;
                 return Err(StreamHalt::Told(Box::new(told)));
             }
-            TakenIn::Stored(_) => {
+            Intake::Stored(_) => {
                 return Err(ProxyError::KeepsNothing { kept: "responses" }.into());
             }
         };
@@ -334,7 +334,7 @@ impl PickerStream {
             endpoints: Some(endpoints),
             trace,
         };
-        let StreamBooks { ledger, user, .. } = books;
+        let StreamAccounting { ledger, user, .. } = books;
         let ledger = ledger.as_mut().expect("the answer has not begun");
         let understood = proxy.understand(arrived, ledger, user).await;
         let mut asked = understood.map_err(|failure| match failure {
@@ -354,8 +354,8 @@ impl PickerStream {
         (peer, opening): (&'a HeaderValue, &'a StreamOpening),
         modes: BodyModes,
         held: &mut HeldBodyBytes,
-        books: &mut StreamBooks,
-    ) -> Result<(TakenIn<'a>, UploadShape), StreamHalt> {
+        books: &mut StreamAccounting,
+    ) -> Result<(Intake<'a>, UploadShape), StreamHalt> {
         let is_bodiless = opening.is_bodiless;
         let mode = match modes.requests {
             BodyMode::Streamed => BodyMode::Buffered,
@@ -366,7 +366,7 @@ impl PickerStream {
                 BodyMode::Duplex | BodyMode::StreamedEarly => {}
                 BodyMode::Streamed => self.out.ask_for_whole(modes.answers).await?,
                 BodyMode::Buffered => {
-                    let passes = Said::RequestHeaders(HeadersResponse::default());
+                    let passes = LoggedLines::RequestHeaders(HeadersResponse::default());
                     self.out.send(passes).await?;
                 }
             }
@@ -489,8 +489,8 @@ impl PickerStream {
         sending: &OutgoingRequest<'_>,
         (decision, mut attempt, wanted): (&Decision, Attempt, WantedUsage),
         head: &AnswerHead,
-        books: &mut StreamBooks,
-    ) -> (PassedAnswer, Said) {
+        books: &mut StreamAccounting,
+    ) -> (RelayedAnswer, LoggedLines) {
         let proxy = &self.picker.proxy;
         let (writer, body) = handed();
         if head.is_over {
@@ -511,7 +511,7 @@ impl PickerStream {
             told,
         );
         let headers = answer_head(heads::mutation(&head.headers, response.headers()));
-        let passed = PassedAnswer {
+        let passed = RelayedAnswer {
             answer: response.into_body(),
             writer,
             is_bodiless: head.is_over,
@@ -527,12 +527,12 @@ impl PickerStream {
 }
 
 /// What a gateway was told of a request.
-struct ToldOffer {
+struct SentOffer {
     offer: EndpointOffer,
     sent_at: Instant,
 }
 
-impl ToldOffer {
+impl SentOffer {
     /// Who has answered: the one that the request was dispatched to, unless the gateway tells that it
     /// went to a further one, as it could not reach the first.
     fn served(

@@ -64,7 +64,7 @@ impl LessLoadSignal {
 
 /// Why no place was reserved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NoPlace {
+pub(crate) enum ReserveRejection {
     /// All that this replica has are taken.
     Full,
     /// The limit is another than the one that was divided.
@@ -193,9 +193,9 @@ impl ReservedPlace {
     }
 
     /// One of those that this replica has under `limit`.
-    pub(super) fn within(gauge: Arc<BackendLoad>, limit: u32) -> Result<Self, NoPlace> {
+    pub(super) fn within(gauge: Arc<BackendLoad>, limit: u32) -> Result<Self, ReserveRejection> {
         if !gauge.is_divided(limit) {
-            return Err(NoPlace::OtherLimit);
+            return Err(ReserveRejection::OtherLimit);
         }
         let taken = gauge.places.fetch_update(Relaxed, Relaxed, |places| {
             let (running, allowed) = halves(places);
@@ -203,7 +203,7 @@ impl ReservedPlace {
         });
         match taken {
             Ok(_) => Ok(Self { gauge: Some(gauge) }),
-            Err(_) => Err(NoPlace::Full),
+            Err(_) => Err(ReserveRejection::Full),
         }
     }
 

@@ -8,7 +8,7 @@ use loom::thread;
 use state::ids::{BackendRef, Incarnation, ReplicaId, Slot};
 use tokio::time::Instant;
 
-use crate::load::{Load, LoadTable, NoPlace, ReservedPlace};
+use crate::load::{Load, LoadTable, ReserveRejection, ReservedPlace};
 use crate::{ModelRun, explore};
 
 pub(crate) const ALL: &[ModelRun] = &[
@@ -120,7 +120,7 @@ fn with_places(allowed: u32, is_owing: bool) -> Arc<LoadTable> {
 
 const LIMIT: u32 = 4;
 
-fn start(table: &LoadTable) -> Result<ReservedPlace, NoPlace> {
+fn start(table: &LoadTable) -> Result<ReservedPlace, ReserveRejection> {
     table.reserve(life(1), Some(LIMIT))
 }
 
@@ -156,7 +156,7 @@ fn contended_places() {
         let running = u32::try_from(taken.len()).expect("there are two");
         assert_eq!(running, 2 - handed_over, "what is left is used");
         assert_eq!(table.here(life(1)).running, running);
-        assert_eq!(start(&table).err(), Some(NoPlace::Full));
+        assert_eq!(start(&table).err(), Some(ReserveRejection::Full));
     });
 }
 
@@ -165,9 +165,13 @@ fn owed_place() {
         let table = with_places(1, true);
         let running = start(&table).expect("there is one").into_guard(0);
         let end = thread::spawn(move || drop(running));
-        assert_eq!(start(&table).err(), Some(NoPlace::Full));
+        assert_eq!(start(&table).err(), Some(ReserveRejection::Full));
         block_on(table.news().notified());
-        assert_eq!(start(&table).err(), Some(NoPlace::Full), "it is a peer's");
+        assert_eq!(
+            start(&table).err(),
+            Some(ReserveRejection::Full),
+            "it is a peer's"
+        );
         end.join().expect("the other does not panic");
         // The book said meanwhile that no peer wants it after all.
         table.set_places(life(1), LIMIT, 1, false);

@@ -11,7 +11,7 @@ use std::time::Duration;
 use api::clock::LogTime;
 use lab::rng::Rng;
 use state::command::{BackendSpec, Command};
-use state::discovery::{Discovery, EngineCondition, SourcePlan, ToldEngine};
+use state::discovery::{Discovery, EngineCondition, ListedEngine, SourcePlan};
 
 use super::{ReplicaHandles, operator};
 use crate::oracle::fleet::{self, FLAPPING, ROLLING, SOURCE, STEADY};
@@ -55,7 +55,7 @@ pub(super) async fn settle(desk: &ReplicaHandles, client: u32) {
         return;
     }
     let time = LogTime::default();
-    let told: Vec<ToldEngine> = fleet::last().iter().zip(20_000..).map(engine).collect();
+    let told: Vec<ListedEngine> = fleet::last().iter().zip(20_000..).map(engine).collect();
     while !matches!(
         act(desk, client, &told, &time).await,
         Acted::Settled | Acted::Never
@@ -76,7 +76,7 @@ enum Acted {
 }
 
 /// Does what follows from an answer, if this replica leads or nothing of the source is there yet.
-async fn act(desk: &ReplicaHandles, client: u32, told: &[ToldEngine], time: &LogTime) -> Acted {
+async fn act(desk: &ReplicaHandles, client: u32, told: &[ListedEngine], time: &LogTime) -> Acted {
     let (registry, status) = (desk.view.registry(), desk.cluster.status());
     if !registry.initialised || !status.caught_up {
         return Acted::Going;
@@ -106,7 +106,7 @@ async fn act(desk: &ReplicaHandles, client: u32, told: &[ToldEngine], time: &Log
 }
 
 /// What the source answers to a look.
-fn told(rng: &mut Rng, now_us: u64) -> Vec<ToldEngine> {
+fn told(rng: &mut Rng, now_us: u64) -> Vec<ListedEngine> {
     if rng.below(6) == 0 {
         return Vec::new();
     }
@@ -123,7 +123,7 @@ fn told(rng: &mut Rng, now_us: u64) -> Vec<ToldEngine> {
 }
 
 /// An engine at an address of its own. No request is for its model.
-fn engine((name, number): (&String, u64)) -> ToldEngine {
+fn engine((name, number): (&String, u64)) -> ListedEngine {
     let (high, low) = (number / 250, number % 250);
     let spec = BackendSpec {
         id: name.clone(),
@@ -135,7 +135,7 @@ fn engine((name, number): (&String, u64)) -> ToldEngine {
         kv_replay: None,
         role: state::command::BackendRole::Both,
     };
-    ToldEngine {
+    ListedEngine {
         spec,
         condition: EngineCondition::Ready,
     }

@@ -10,7 +10,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::events::{EventEncoding, PublisherFaults};
 use super::model::EngineShape;
 use super::{
-    EmulatedEngine, EngineOptions, EventsOptions, LoadFailure, LoraOptions, RoomMode, RoomOptions,
+    EmulatedEngine, EngineOptions, EventsOptions, LoadError, LoraOptions, RoomMode, RoomOptions,
     TransferOptions,
 };
 
@@ -79,7 +79,7 @@ pub struct EngineArgs {
         default_value_t,
         requires = "kv_transfer"
     )]
-    kv_load_failure: LoadFailure,
+    kv_load_failure: LoadError,
     /// Compute only prompts or only answers, and meet the other engine in a room, as SGLang's
     /// engines do
     #[arg(long, value_name = "MODE", value_enum, conflicts_with = "kv_transfer")]

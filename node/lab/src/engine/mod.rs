@@ -56,7 +56,7 @@ use model::{EngineShape, EngineStats, Scheduler};
 use ranks::{Ranks, events_of};
 use rooms::EngineRooms;
 pub use rooms::{RoomMode, RoomOptions};
-pub use transfer::{LoadFailure, TransferOptions};
+pub use transfer::{LoadError, TransferOptions};
 
 /// Connections one engine serves at a time; further ones wait in the listener's queue.
 const CONNECTIONS_MAX: usize = 16_384;

@@ -4,7 +4,7 @@
 //! `kv_transfer_params`. A request with these, `do_remote_prefill` among them, takes the entry from
 //! that engine over HTTP, waits as long as the blocks would take, and has its prompt computed. An
 //! entry that is not there any more is a failed transfer, as is one that this engine is told to
-//! lose; what then happens is [`LoadFailure`]. Blocks are not held for the one that fetches them:
+//! lose; what then happens is [`LoadError`]. Blocks are not held for the one that fetches them:
 //! the model moves time, not bytes.
 
 use std::collections::VecDeque;
@@ -25,7 +25,7 @@ pub(super) const TRANSFER_PATH: &str = "/kv_transfer/{entry}";
 
 /// What an engine does with a request whose blocks cannot be fetched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum LoadFailure {
+pub enum LoadError {
     /// Compute them.
     #[default]
     Recompute,
@@ -43,7 +43,7 @@ pub struct TransferOptions {
     /// Each transfer of this number fails; 0: none.
     pub lost_every: u32,
     /// What follows from that.
-    pub on_failure: LoadFailure,
+    pub on_failure: LoadError,
 }
 
 impl Default for TransferOptions {
@@ -52,7 +52,7 @@ impl Default for TransferOptions {
             base: Duration::from_millis(5),
             tokens_per_s: 200_000,
             lost_every: 0,
-            on_failure: LoadFailure::Recompute,
+            on_failure: LoadError::Recompute,
         }
     }
 }
@@ -148,8 +148,8 @@ impl Connector {
             return Ok(true);
         }
         match self.options.on_failure {
-            LoadFailure::Recompute => Ok(false),
-            LoadFailure::Fail => Err("KV load failed"),
+            LoadError::Recompute => Ok(false),
+            LoadError::Fail => Err("KV load failed"),
         }
     }
 }

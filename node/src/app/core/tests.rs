@@ -52,7 +52,7 @@ impl Transport for Alone {
 #[derive(Default)]
 struct Heard(Mutex<Vec<(u64, Option<Vec<u8>>)>>);
 
-impl Witness for Heard {
+impl ApplyObserver for Heard {
     fn applied(&self, _state: &RouterState, index: u64, command: Option<&[u8]>) {
         let command = command.map(<[u8]>::to_vec);
         self.0.lock().unwrap().push((index, command));

@@ -63,7 +63,7 @@ pub(super) struct TopScreen {
 }
 
 /// Where looks come from.
-struct Looks {
+struct LookSource {
     observer: Observer,
     /// What the next one is compared with.
     first: ClusterLook,
@@ -78,7 +78,7 @@ pub(super) async fn run(
     let mut screen = TopScreen::new(is_coloured(&std::io::stdout()));
     screen.take(None, &first);
     let mut terminal = ratatui::try_init().context("set up the terminal")?;
-    let looks = Looks {
+    let looks = LookSource {
         observer,
         first,
         every,
@@ -91,7 +91,7 @@ pub(super) async fn run(
 async fn follow(
     terminal: &mut DefaultTerminal,
     mut screen: TopScreen,
-    source: Looks,
+    source: LookSource,
 ) -> anyhow::Result<ExitCode> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut keys = keys();

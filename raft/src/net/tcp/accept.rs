@@ -49,9 +49,11 @@ pub(super) enum PeerProof {
 
 impl PeerProof {
     /// How a caller that begins so is to prove itself.
-    fn of_caller(self, spoken: &Spoken) -> Self {
+    fn of_caller(self, spoken: &WireProtocol) -> Self {
         match (self, spoken) {
-            (Self::Certificates(_, Some(others)), Spoken::Noise | Spoken::Http2) => *others,
+            (Self::Certificates(_, Some(others)), WireProtocol::Noise | WireProtocol::Http2) => {
+                *others
+            }
             (proof, _) => proof,
         }
     }
@@ -64,19 +66,19 @@ pub(super) struct PeerConnection<S> {
 }
 
 enum PeerStream<S> {
-    Plain(LookedAt<S>),
+    Plain(PeekedStream<S>),
     Sealed(Box<EncryptedStream<S>>),
-    Tls(Box<TlsStream<LookedAt<S>>>),
+    Tls(Box<TlsStream<PeekedStream<S>>>),
 }
 
 /// A stream whose first bytes were looked at and are still to be read.
-struct LookedAt<S> {
+struct PeekedStream<S> {
     stream: S,
     looked: [u8; 8],
     read: usize,
 }
 
-impl<S> LookedAt<S> {
+impl<S> PeekedStream<S> {
     /// Nothing of it was looked at.
     fn new(stream: S) -> Self {
         let looked = [0; 8];
@@ -143,7 +145,7 @@ pub(super) async fn dial(
     id: Option<u64>,
     proof: &PeerProof,
 ) -> Result<PeerConnection<TcpStream>, HandshakeError> {
-    let plain = async || Ok::<_, HandshakeError>(LookedAt::new(connect(address).await?));
+    let plain = async || Ok::<_, HandshakeError>(PeekedStream::new(connect(address).await?));
     let stream = match proof {
         PeerProof::Nothing => PeerStream::Plain(plain().await?),
         PeerProof::Secret(secret) => match secret.connect(connect(address).await?).await {
@@ -174,31 +176,31 @@ async fn greet(
 ) -> Result<PeerConnection<PendingConnection>, HandshakeError> {
     let mut looked = [0; 8];
     stream.read_exact(&mut looked).await?;
-    let plain = |stream| LookedAt {
+    let plain = |stream| PeekedStream {
         stream,
         looked,
         read: 0,
     };
-    let spoken = Spoken::of(looked);
+    let spoken = WireProtocol::of(looked);
     let proof = proof.of_caller(&spoken);
     let (stream, sender) = match (spoken, proof) {
-        (Spoken::Noise, PeerProof::Secret(secret)) => {
+        (WireProtocol::Noise, PeerProof::Secret(secret)) => {
             let (sealed, from) = secret.accept(stream).await?;
             let stream = PeerStream::Sealed(Box::new(sealed));
             (stream, PeerSender::proven(from))
         }
-        (Spoken::Noise, PeerProof::Nothing | PeerProof::Certificates(..)) => {
+        (WireProtocol::Noise, PeerProof::Nothing | PeerProof::Certificates(..)) => {
             stream.write_all(&[HAS_NONE]).await?;
             return Err(HandshakeError::WeHaveNone);
         }
-        (Spoken::Tls, PeerProof::Certificates(tls, _)) => {
+        (WireProtocol::Tls, PeerProof::Certificates(tls, _)) => {
             let (tls, sender) = tls.accept(plain(stream)).await?;
             (PeerStream::Tls(tls), sender)
         }
-        (Spoken::Tls, PeerProof::Nothing | PeerProof::Secret(_)) => {
+        (WireProtocol::Tls, PeerProof::Nothing | PeerProof::Secret(_)) => {
             return Err(HandshakeError::WeHaveNoTls);
         }
-        (Spoken::Http2, proof) => {
+        (WireProtocol::Http2, proof) => {
             let sender = match proof {
                 PeerProof::Certificates(..) => {
                     PeerSender::refused(Status::permission_denied(LACKS_TLS))
@@ -210,20 +212,20 @@ async fn greet(
             };
             (PeerStream::Plain(plain(stream)), sender)
         }
-        (Spoken::Unknown, _) => return Err(HandshakeError::Malformed),
+        (WireProtocol::Unknown, _) => return Err(HandshakeError::Malformed),
     };
     Ok(PeerConnection { stream, sender })
 }
 
 /// What a connection begins with.
-enum Spoken {
+enum WireProtocol {
     Noise,
     Tls,
     Http2,
     Unknown,
 }
 
-impl Spoken {
+impl WireProtocol {
     fn of(looked: [u8; 8]) -> Self {
         match looked {
             it if it == *MAGIC => Self::Noise,
@@ -262,7 +264,7 @@ impl<S> Connected for PeerConnection<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for LookedAt<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for PeekedStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -279,7 +281,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for LookedAt<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for LookedAt<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for PeekedStream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -21,7 +21,7 @@ use bincode::error::{DecodeError, EncodeError};
 use bincode::{Decode, Encode};
 
 use super::integers::{get, get_backend, get_byte, get_u32, narrow, put, put_backend, put_byte};
-use crate::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRefusal};
+use crate::exact::{KvBatch, KvDoubt, KvEvent, KvMessage, KvNews, KvRejection};
 use crate::ids::{BlockHash, EngineHash};
 
 const BEGIN: u8 = 0;
@@ -118,28 +118,28 @@ fn unknown(what: &str, byte: u8) -> DecodeError {
     DecodeError::OtherString(format!("no {what} has the number {byte}"))
 }
 
-fn put_refusal<E: Encoder>(encoder: &mut E, refusal: KvRefusal) -> Result<(), EncodeError> {
+fn put_refusal<E: Encoder>(encoder: &mut E, refusal: KvRejection) -> Result<(), EncodeError> {
     match refusal {
-        KvRefusal::BlockSize { engine, router } => {
+        KvRejection::BlockSize { engine, router } => {
             put_byte(encoder, 0)?;
             put(encoder, u64::from(engine))?;
             put(encoder, u64::from(router))
         }
-        KvRefusal::Tokenizer => put_byte(encoder, 1),
-        KvRefusal::Models => put_byte(encoder, 2),
-        KvRefusal::Unreadable => put_byte(encoder, 3),
+        KvRejection::Tokenizer => put_byte(encoder, 1),
+        KvRejection::Models => put_byte(encoder, 2),
+        KvRejection::Unreadable => put_byte(encoder, 3),
     }
 }
 
-fn get_refusal<D: Decoder>(decoder: &mut D) -> Result<KvRefusal, DecodeError> {
+fn get_refusal<D: Decoder>(decoder: &mut D) -> Result<KvRejection, DecodeError> {
     Ok(match get_byte(decoder)? {
-        0 => KvRefusal::BlockSize {
+        0 => KvRejection::BlockSize {
             engine: get_u32(decoder)?,
             router: get_u32(decoder)?,
         },
-        1 => KvRefusal::Tokenizer,
-        2 => KvRefusal::Models,
-        3 => KvRefusal::Unreadable,
+        1 => KvRejection::Tokenizer,
+        2 => KvRejection::Models,
+        3 => KvRejection::Unreadable,
         other => return Err(unknown("refusal", other)),
     })
 }

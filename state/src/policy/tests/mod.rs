@@ -393,7 +393,7 @@ fn a_setting_out_of_bounds_is_named() {
 fn what_must_be_gathered_is_known_by_policy() {
     let needs: Vec<_> = PolicyConfig::defaults()
         .iter()
-        .filter(|policy| policy.needs() != Needs::default())
+        .filter(|policy| policy.needs() != PolicyInputs::default())
         .map(PolicyConfig::name)
         .collect();
     assert_eq!(

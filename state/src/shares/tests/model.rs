@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use crate::ids::{BackendRef, Incarnation, ReplicaId, SessionId, Slot};
-use crate::shares::{Demand, SILENT_MS, ShareBook, ShareReport};
+use crate::shares::{Demand, SILENT_MS, ShareLedger, ShareReport};
 
 const BACKEND: BackendRef = BackendRef {
     slot: Slot(1),
@@ -17,7 +17,7 @@ const STEP_MS: u64 = 20;
 /// One replica of a modelled cluster.
 struct Seat {
     id: ReplicaId,
-    book: ShareBook,
+    book: ShareLedger,
     running: u32,
     waiting: u32,
     started: u64,
@@ -63,7 +63,7 @@ impl Cluster {
         self.sessions += 1;
         Seat {
             id,
-            book: ShareBook::new(id, SessionId(self.sessions)),
+            book: ShareLedger::new(id, SessionId(self.sessions)),
             running: 0,
             waiting: 0,
             started: 0,

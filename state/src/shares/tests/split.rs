@@ -4,10 +4,10 @@ use proptest::prelude::*;
 
 use crate::ids::ReplicaId;
 use crate::shares::Demand;
-use crate::shares::split::{Standing, Transfer, apportion, split, transfers};
+use crate::shares::split::{ReplicaShare, Transfer, apportion, split, transfers};
 
 /// Each of `(share, running, waiting, waited_ms)`.
-fn standings(all: &[(i64, u32, u32, u32)]) -> Vec<Standing> {
+fn standings(all: &[(i64, u32, u32, u32)]) -> Vec<ReplicaShare> {
     let standing = |(id, (share, running, waiting, waited_ms)): (u8, &(i64, u32, u32, u32))| {
         let demand = Demand {
             running: *running,
@@ -15,7 +15,7 @@ fn standings(all: &[(i64, u32, u32, u32)]) -> Vec<Standing> {
             waited_ms: *waited_ms,
             recent: 0,
         };
-        Standing {
+        ReplicaShare {
             replica: ReplicaId(id),
             share: *share,
             demand,
@@ -120,10 +120,10 @@ fn a_batch_gets_all_places_of_an_idle_backend() {
     assert_eq!(handed(&[(2, 0, 0, 0), (4, 0, 0, 0)], true), []);
 }
 
-fn any_standings() -> impl Strategy<Value = Vec<Standing>> {
+fn any_standings() -> impl Strategy<Value = Vec<ReplicaShare>> {
     let one = (0..9_i64, 0..9_u32, 0..20_u32, 0..5_u32, 0..9_u32);
     proptest::collection::vec(one, 1..6).prop_map(|all| {
-        let standing = |(id, (share, running, waiting, waited_ms, recent))| Standing {
+        let standing = |(id, (share, running, waiting, waited_ms, recent))| ReplicaShare {
             replica: ReplicaId(id),
             share,
             demand: Demand {
