@@ -10,7 +10,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::sleep;
 
-use crate::seldom::LogRateLimit;
+use crate::log_rate_limit::LogRateLimit;
 
 /// Pause after a failed accept. The usual cause, a lack of descriptors, does not end at once.
 const PAUSE: Duration = Duration::from_millis(50);

@@ -25,7 +25,7 @@ use super::problem::invalid;
 use super::{Admin, BODY_BYTES_MAX, PAGE_ENTRIES_DEFAULT, PAGE_ENTRIES_MAX};
 use crate::error::Problem;
 use crate::ports::{ChangeError, ProposeError};
-use crate::shown::{escaped, is_obeyed};
+use crate::printable::{escaped, is_obeyed};
 
 /// Since when the former names are deprecated (RFC 9745).
 const DEPRECATION: (HeaderName, HeaderValue) = (

@@ -27,7 +27,7 @@ use crate::backends::{
 use crate::error::Problem;
 use crate::kv_events::board::BackendStreams;
 use crate::kv_events::endpoint;
-use crate::shown::{escaped, is_obeyed};
+use crate::printable::{escaped, is_obeyed};
 
 /// A backend with everything known about it.
 #[derive(Serialize, JsonSchema)]

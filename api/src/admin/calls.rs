@@ -14,7 +14,7 @@ use serde::Serialize;
 use state::ids::LogIndex;
 
 use super::roles::{AdminRole, CallerProof};
-use crate::shown::escaped;
+use crate::printable::escaped;
 
 /// Calls that are kept, the newest ones.
 const CALLS_MAX: usize = 1000;

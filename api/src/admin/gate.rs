@@ -30,8 +30,8 @@ use super::tokens::AdminTokens;
 use super::whoami::Caller;
 use crate::clock::Clock;
 use crate::error::Problem;
+use crate::log_rate_limit::LogRateLimit;
 use crate::proxy::client_of;
-use crate::seldom::LogRateLimit;
 
 /// The log has so many lines about refused calls in [`REFUSALS_TOLD_EVERY`].
 const REFUSALS_TOLD: u32 = 10;

@@ -3,8 +3,8 @@
 use http::StatusCode;
 
 use crate::error::Problem;
+use crate::printable::escaped;
 use crate::settings::SettingError;
-use crate::shown::escaped;
 
 /// An invalid request, with the field at fault.
 pub(super) fn invalid(field: &str, detail: impl Into<String>) -> Problem {

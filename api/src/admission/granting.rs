@@ -19,9 +19,9 @@ use state::grants::{GrantsView, Wait};
 use state::ids::{ModelKey, Ticket, UserKey};
 use tokio::time::Instant;
 
-use super::entry::Waiter;
-use super::line::ModelQueue;
+use super::model_queue::ModelQueue;
 use super::serve::{DecisionResult, QueueScan};
+use super::waiter::Waiter;
 use super::{Admission, ModelQueues};
 use crate::routing::{RoutingRejection, WantedPlaces};
 

@@ -19,14 +19,14 @@
 //! batch of one bin at once.
 
 pub mod backlog;
-mod entry;
 mod granting;
-mod line;
 mod metrics;
+mod model_queue;
 mod quota;
 mod redispatch;
 mod serve;
-mod wanted;
+mod waiter;
+mod wanted_places;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -41,10 +41,10 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-pub use entry::{AdmissionRejection, AdmissionRequest, Admitted, DecisionTimes};
-pub use line::{ModelQueueView, WaitingSummary, WaitingUser};
 pub use metrics::AdmissionMetrics;
+pub use model_queue::{ModelQueueView, WaitingSummary, WaitingUser};
 pub(crate) use quota::{LimitLeft, LimitsLeft};
+pub use waiter::{AdmissionRejection, AdmissionRequest, Admitted, DecisionTimes};
 
 use crate::clock::{Clock, LogTime};
 use crate::figures::LongestWait;
@@ -52,10 +52,10 @@ use crate::routing::{
     Decider, DispatchTerms, Dispatcher, LoadReportError, LoadTable, PlacedRequest, Router,
     RoutingRejection, SharedOutbox, Shares, WantedPlaces,
 };
-use entry::{QueueTicket, UserWaitGuard, Waiter};
 use granting::GrantRequests;
-use line::ModelQueue;
 use metrics::LeaveReason;
+use model_queue::ModelQueue;
+use waiter::{QueueTicket, UserWaitGuard, Waiter};
 
 /// How often queues are looked at while something waits and nobody says that anything has changed.
 const LOOK_EVERY: Duration = Duration::from_millis(20);

@@ -10,9 +10,9 @@ use state::admission::{
 use state::ids::{ModelKey, Slot, Ticket, UserKey};
 use tokio::time::Instant;
 
-use super::entry::{AdmissionRejection, DecisionTimes, Waiter};
-use super::line::ModelQueue;
 use super::metrics::LeaveReason;
+use super::model_queue::ModelQueue;
+use super::waiter::{AdmissionRejection, DecisionTimes, Waiter};
 use super::{Admission, ModelQueues};
 use crate::routing::{LargestRequest, PlacedRequest, RoutingRejection, pricing_of};
 

@@ -12,7 +12,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use state::command::NAME_BYTES_MAX;
 
-use super::text::Sample;
+use super::prometheus_text::Sample;
 
 /// Maximum number of adapters read from one page.
 const ADAPTERS_MAX: usize = 1024;

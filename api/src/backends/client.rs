@@ -16,7 +16,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::NAME_HOLDS_FOR;
 use super::dialer::{EngineDialer, RulesId};
 use super::keys::EngineHeaders;
-use super::local::is_local;
+use super::local_failure::is_local;
 use super::url::{EngineUrl, EngineUrlError};
 
 /// A complete answer.

@@ -13,7 +13,7 @@ use serde_json::Value;
 use state::command::{LIST_BYTES_MAX, NAME_BYTES_MAX};
 
 use super::adapters::{LoraAdapters, LoraSeries};
-use super::text::{self, MetricsPageError, Sample};
+use super::prometheus_text::{self, MetricsPageError, Sample};
 
 /// Maximum number of models that one engine may list.
 pub const MODELS_PER_ENGINE_MAX: usize = 1024;
@@ -153,7 +153,7 @@ impl EngineMetrics {
     pub fn read(page: &[u8], rank: Option<u16>) -> Result<Self, MetricsPageError> {
         let (mut metrics, mut adapters) = (Self::default(), LoraSeries::default());
         let mut ranks = RankSet::default();
-        text::read(page, |sample| {
+        prometheus_text::read(page, |sample| {
             ranks.add(&sample);
             let is_other = rank.is_some() && rank_of(&sample).is_some_and(|it| Some(it) != rank);
             match sample.name {

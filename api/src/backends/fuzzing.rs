@@ -1,12 +1,12 @@
 //! Fuzz targets for what engines report about themselves, see [`crate::fuzzing`].
 
 use super::engine::{EngineMetrics, MODELS_PER_ENGINE_MAX, read_models};
-use super::text;
+use super::prometheus_text;
 
 /// Reads a metrics page.
 pub fn engine_metrics(bytes: &[u8]) {
     let mut labels = 0;
-    let read = text::read(bytes, |sample| {
+    let read = prometheus_text::read(bytes, |sample| {
         labels += sample.labels.iter().count();
         // Every listed label can be looked up.
         for (name, _) in sample.labels.iter() {

@@ -11,6 +11,7 @@
 
 mod adapters;
 mod addresses;
+mod bootstrap_rooms;
 mod cache_reports;
 mod circuit;
 mod client;
@@ -22,15 +23,14 @@ pub(crate) mod fuzzing;
 mod health;
 mod informational;
 mod keys;
-mod local;
+mod local_failure;
 mod modes;
 mod panic;
 pub mod pool;
 mod probe;
-mod rooms;
-mod roster;
+pub mod prometheus_text;
 mod segments;
-pub mod text;
+mod slot_table;
 mod url;
 
 #[cfg(test)]
@@ -53,6 +53,7 @@ pub use adapters::{AdapterPlace, EngineAdapters, LoraAdapters};
 pub use addresses::{
     AllowedEngines, AllowedEnginesError, EngineAddressError, EngineAddressRules, EnginePlace,
 };
+pub use bootstrap_rooms::BOOTSTRAP_PORT_LABEL;
 pub use cache_reports::AnswerForm;
 pub(crate) use circuit::{BreakerState, HalfOpenProbe};
 pub use circuit::{CircuitSettings, CircuitView};
@@ -64,8 +65,7 @@ pub use health::{FAILURES_MAX, Fault, Health, HealthFlags, ProbeRecord, SCRAPE_F
 pub use keys::{EngineHeaders, EngineKeys};
 pub use modes::DisaggregationFacts;
 pub(crate) use panic::Doubt;
-pub use rooms::BOOTSTRAP_PORT_LABEL;
-pub use roster::{Occupancy, SlotTable};
+pub use slot_table::{Occupancy, SlotTable};
 pub use url::{EngineUrl, EngineUrlError};
 
 pub(crate) use panic::named_models;

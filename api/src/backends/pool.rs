@@ -30,7 +30,7 @@ use tokio::time::Instant;
 use super::NAME_HOLDS_FOR;
 use super::dialer::{EngineDialer, RulesId};
 use super::informational::{INFORMATIONAL_MAX, InformationalCount};
-use super::local::is_local;
+use super::local_failure::is_local;
 pub use super::segments::Segments;
 use super::url::{EngineUrl, EngineUrlError};
 use crate::tls::MaybeTls;

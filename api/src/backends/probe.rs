@@ -20,8 +20,8 @@ use super::facts::{EngineReading, FactsMemory, ProbeRound};
 use super::health::Fault;
 use super::keys::EngineHeaders;
 use super::modes::DisaggregationFacts;
-use super::roster::{Occupancy, SlotTable, backend_at};
-use super::{Backends, Hooks, ProbeSettings, text};
+use super::slot_table::{Occupancy, SlotTable, backend_at};
+use super::{Backends, Hooks, ProbeSettings, prometheus_text};
 
 /// Health paths in the order they are tried; the first one that the engine knows is kept.
 const HEALTH_PATHS: [&str; 3] = ["/ready", "/health", "/v1/models"];
@@ -213,7 +213,9 @@ impl Probe {
     }
 
     async fn scrape(&self, client: &mut ProbeClient, rank: Option<u16>) -> EngineMetrics {
-        let page = client.get("/metrics", text::PAGE_BYTES_MAX).await;
+        let page = client
+            .get("/metrics", prometheus_text::PAGE_BYTES_MAX)
+            .await;
         let read = success(page).and_then(|answer| {
             EngineMetrics::read(&answer.body, rank).map_err(|fault| fault.to_string())
         });

@@ -377,7 +377,10 @@ async fn a_refusing_engine_is_unhealthy_with_its_status() {
 #[tokio::test]
 async fn a_metrics_page_out_of_bounds_does_not_make_unhealthy() {
     let engine = Engine::start(|path| match path {
-        "/metrics" => (StatusCode::OK, "\n".repeat(text::PAGE_BYTES_MAX + 1)),
+        "/metrics" => (
+            StatusCode::OK,
+            "\n".repeat(prometheus_text::PAGE_BYTES_MAX + 1),
+        ),
         path => vllm(path),
     })
     .await;

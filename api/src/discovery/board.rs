@@ -17,7 +17,7 @@ use tokio::sync::Notify;
 
 use super::SourceSettings;
 use crate::clock::Clock;
-use crate::shown::escaped;
+use crate::printable::escaped;
 
 /// Maximum number of refused engines that are kept for operators.
 const REFUSED_MAX: usize = 100;

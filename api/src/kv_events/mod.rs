@@ -10,7 +10,7 @@ pub mod board;
 pub mod endpoint;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
-mod pack;
+mod msgpack;
 pub mod reader;
 pub mod socket;
 mod source;
@@ -23,5 +23,5 @@ mod fixtures;
 #[cfg(test)]
 mod recorded;
 
-pub use pack::MsgpackError;
+pub use msgpack::MsgpackError;
 pub use source::{AdvertisedEvents, ask_where_published, named_publisher};

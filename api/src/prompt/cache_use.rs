@@ -5,7 +5,7 @@
 //! `truncate_prompt_tokens` asks for it. Other engines ignore these fields or treat them alike.
 
 use super::ReplyShape;
-use super::lax::LaxValue;
+use super::pydantic_lax::LaxValue;
 
 /// What an engine keeps of a longer prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -16,19 +16,19 @@
 //!
 //! Where a JSON object names a field twice the last one counts, as in the engines' Python parser.
 
-mod asking;
 mod borrowed;
 mod cache_use;
+mod completion_prompt;
 mod flatten;
-mod form;
-mod further;
+mod further_fields;
 mod identify;
-mod lax;
-mod plain;
+mod multipart;
+mod pydantic_lax;
 mod read;
 mod reader;
 #[cfg(test)]
 mod tests;
+mod tokenize_client;
 mod tokenizer;
 mod tokens;
 
@@ -42,13 +42,13 @@ use state::ratios::TokenRatio;
 
 use crate::isolation::CacheIsolation;
 
-pub use asking::{ReplyQuery, ReplySeam};
 pub use cache_use::Truncation;
 pub use flatten::append_reply;
-pub use form::{FormFields, read_form};
-pub use further::{BodyMember, FurtherFields, MEMBERS_MAX, members, name_hash};
+pub use further_fields::{BodyMember, FurtherFields, MEMBERS_MAX, members, name_hash};
+pub use multipart::{FormFields, read_form};
 pub use read::{is_read, parse, parse_routed};
 pub use reader::{ParsedRequest, PromptReader, ReadError, ReadRequest};
+pub use tokenize_client::{ReplyQuery, ReplySeam};
 pub use tokenizer::{
     Fallback, ReplyBoundary, Tokenizer, TokenizerLoadError, TokenizerSpec, TokenizerSpecError,
     Vocabulary, tokenize_question,

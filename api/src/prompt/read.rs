@@ -17,10 +17,10 @@ use serde_json::value::RawValue;
 
 use super::borrowed::Str;
 use super::cache_use::CacheFields;
+use super::completion_prompt::CompletionPrompt;
 use super::flatten::{ContentText, Input, Messages, push_framed};
-use super::further::FurtherFields;
-use super::lax::{LaxError, LaxValue};
-use super::plain::CompletionPrompt;
+use super::further_fields::FurtherFields;
+use super::pydantic_lax::{LaxError, LaxValue};
 use super::{BodyRejection, ParsedBody, Prompt, PromptBatch, ReplyShape};
 
 /// Reads a body posted to `path`.

@@ -23,8 +23,8 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::asking::{ReplyQuery, ReplySeam, TokenizeClient};
 use super::read::no_model;
+use super::tokenize_client::{ReplyQuery, ReplySeam, TokenizeClient};
 use super::{
     BlockUnit, BodyRejection, DEADLINE, EncodeError, Encoded, EngineTokenizer, Fallback,
     FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, ReplyShape, SpecialTokenCount,

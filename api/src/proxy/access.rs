@@ -13,8 +13,8 @@ use opentelemetry::trace::TraceId;
 use super::request_record::{DecidedAttempt, RequestRecord};
 use super::routes::shown_path;
 use super::settings::LoggedRequests;
+use crate::log_rate_limit::LogRateLimit;
 use crate::routing::AttemptReport;
-use crate::seldom::LogRateLimit;
 
 /// Target of the lines, for filters of the log.
 pub const ACCESS_TARGET: &str = "quorate::access";

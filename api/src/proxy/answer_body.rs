@@ -6,9 +6,9 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 
-use super::pace::ChannelBody;
 use super::piece::ResponseBodyError;
-use super::relay::{SharedResponseBody, lock};
+use super::response_body::{SharedResponseBody, lock};
+use super::write_timeout::ChannelBody;
 
 /// The body of an answer.
 pub(super) struct AnswerBody(pub(super) AnswerBodyKind);

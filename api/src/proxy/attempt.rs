@@ -20,10 +20,10 @@ use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::Proxy;
-use super::beginning::begin;
+use super::first_byte::begin;
 use super::headers::{Hop, clean_answer, toward_engine};
 use super::proxied::ProxiedRequest;
-use super::relay::ERROR_BYTES_MAX;
+use super::response_body::ERROR_BYTES_MAX;
 use super::suspects::WatchedRequest;
 use crate::backends::EngineHeaders;
 use crate::backends::pool::{EngineBody, Segments, SendError};

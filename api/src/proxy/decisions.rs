@@ -14,7 +14,7 @@ use state::ids::{BlockHash, ReplicaId};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::reading::ClientRequest;
+use super::parse::ClientRequest;
 use super::recorder::{Recorder, TakenRequest};
 use super::request_record::{DecidedAttempt, RequestRecord};
 use crate::clock::Clock;

@@ -19,9 +19,9 @@ use state::Backend;
 use tokio::time::{Instant, timeout_at};
 
 use super::Proxy;
+use super::answer_usage::read_usage;
 use super::attempt::{AttemptError, OutgoingRequest, PendingAttempt, Post, note, post};
-use super::inspect::read_usage;
-use super::scan::{members, value_of};
+use super::json_scan::{members, value_of};
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;
 use crate::routing::{Attempt, AttemptEnd, Decision, PrefillAttempt, PrefillDecision, Usage};

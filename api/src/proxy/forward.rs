@@ -18,23 +18,23 @@ use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Proxy;
-use super::ahead::ReadAheadBounds;
+use super::answer_source::AnswerSource;
 use super::attempt::{AttemptResult, NotRun, OutgoingRequest, attempt};
-use super::beginning::is_framed;
+use super::bootstrap_rooms::meet;
 use super::dialect::Dialect;
 use super::disaggregate::disaggregate;
-use super::durable::WithheldEnd;
+use super::durable_charge::WithheldEnd;
+use super::first_byte::is_framed;
 use super::headers::clean_answer;
 use super::metrics::RequestMetricsGuard;
 use super::models::{context_tokens_max, shown_model};
 use super::proxied::ProxiedRequest;
-use super::relay::{
+use super::read_ahead::ReadAheadBounds;
+use super::response_body::{
     BodyKind, RespondingBackend, ResponseBody, ResponseTimeouts, SharedResponseBody,
 };
-use super::rooms::meet;
-use super::source::AnswerSource;
-use super::splice::{salted, splice};
 use super::sse::{SseStream, WantedUsage};
+use super::usage_options::{salted, splice};
 use crate::admission::{AdmissionRejection, DecisionTimes};
 use crate::backends::AnswerForm;
 use crate::error::{ProxyError, SHOULD_RETRY, rescue};

@@ -8,17 +8,17 @@ use serde::de::IgnoredAny;
 use state::command::NAME_BYTES_MAX;
 use state::ids::ReplicaId;
 
-use super::document::Document;
+use super::answer_usage::inspect;
 use super::headers::{Hop, clean_answer, request_id, toward_engine};
 use super::identify::{Client, IdentifiedUser, RequestOrigin, check_key, identify};
-use super::inspect::inspect;
+use super::json_answer::Document;
+use super::json_scan::{is_whole, members};
 use super::keys::ApiKeys;
 use super::request::priority;
 use super::routes::route;
-use super::scan::{is_whole, members};
 use super::settings::ProxySettings;
-use super::splice::{UsageRequest, splice};
 use super::sse::{SseStream, WantedUsage};
+use super::usage_options::{UsageRequest, splice};
 use crate::error::ProxyError;
 use crate::fuzzing::path_of;
 use crate::prompt::{ParsedBody, Prompt, parse, parse_routed};
@@ -114,7 +114,7 @@ fn relayed(wanted: WantedUsage, stream: &[u8], frame_bytes: usize) -> Relayed {
         other_bytes,
         ..
     } = &mut relayed;
-    let mut observe = |findings: &super::inspect::AnswerDelta<'_>| {
+    let mut observe = |findings: &super::answer_usage::AnswerDelta<'_>| {
         text.push_str(findings.text.as_deref().unwrap_or_default());
         *usage = findings.usage.or(*usage);
         *other_bytes += findings.other_bytes;

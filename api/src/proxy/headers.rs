@@ -13,7 +13,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Version};
 
 use crate::backends::EngineHeaders;
 
-use super::fields::{HeaderRules, is_engines_own};
+use super::reserved_fields::{HeaderRules, is_engines_own};
 use crate::api_keys::is_of_cluster;
 use crate::traces::TraceHeaders;
 

@@ -19,11 +19,12 @@
 //! waiting requests; all are passed on.
 
 mod access;
-mod ahead;
 mod answer_body;
+mod answer_source;
+mod answer_usage;
 mod attempt;
-mod beginning;
 mod bootstrap;
+mod bootstrap_rooms;
 mod budget;
 mod clients;
 mod cluster_keys;
@@ -32,46 +33,45 @@ mod deadline;
 mod decisions;
 mod dialect;
 mod disaggregate;
-mod document;
-mod durable;
+mod durable_charge;
 mod encoding;
 mod expose;
-mod fields;
+mod first_byte;
 mod forward;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod headers;
 mod identify;
-mod inspect;
+mod json_answer;
+mod json_scan;
 mod keys;
 mod metrics;
 mod model_metrics;
 mod models;
 mod outcome;
-mod pace;
+mod parse;
 pub mod picker;
 mod piece;
 mod proxied;
 mod ratelimit;
-mod reading;
+mod read_ahead;
 mod recorder;
-mod relay;
 mod request;
 mod request_record;
-mod rooms;
+mod reserved_fields;
+mod response_body;
 mod routes;
-mod scan;
 mod server;
 mod settings;
-mod source;
-mod splice;
 mod sse;
 mod stage_metrics;
 mod startup;
 mod status_label;
 mod stored;
 mod suspects;
+mod usage_options;
 mod user_models;
+mod write_timeout;
 
 use std::borrow::Cow;
 use std::cell::LazyCell;
@@ -96,24 +96,26 @@ pub(crate) use clients::client_of;
 pub use cors::AllowedOrigins;
 pub use decisions::DecisionLog;
 pub use expose::Expose;
-pub use fields::{FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS};
 pub use identify::{RequestOrigin, UserSource};
 pub use keys::{ApiKeys, Holder, KeyEntry, key_user_name};
 pub use metrics::{
     ProxyMetrics, RecentRequests, RequestLabels, RequestOutcome, Seconds, StatusLabel,
 };
+pub use parse::{ClientRequest, RequestHead, RequestReader};
 pub use piece::ResponseBodyError;
-pub use reading::{ClientRequest, RequestHead, RequestReader};
 pub(crate) use recorder::{RecordingEnd, RecordingLimits, RecordingState, TakenRequest};
 pub use request_record::RequestRecord;
 pub(crate) use request_record::{DecidedAttempt, RequestEnd};
+pub use reserved_fields::{
+    FieldRules, HeaderRules, REFUSED_FIELDS, STRIPPED_FIELDS, STRIPPED_HEADERS,
+};
 pub use routes::{INFERENCE_PATHS, is_plain};
 pub use server::{DrainResult, Server};
 pub use settings::{
     Charges, DECISIONS_MAX, IdentifyBy, IdentifyByError, LoggedRequests, ProxyLimits,
     ProxySettings, ProxyTimeouts,
 };
-pub use splice::UsageRequest;
+pub use usage_options::UsageRequest;
 
 use crate::admission::Admission;
 use crate::backends::Backends;
@@ -130,14 +132,14 @@ use dialect::Dialect;
 use forward::{ForwardResult, forward};
 use headers::request_id;
 use metrics::RequestMetricsGuard;
-use pace::hand_over;
 use proxied::{ArrivedRequest, ProxiedRequest, begin_trace, trace_id};
-use relay::{SharedResponseBody, lock};
 use request::HeldBodyBytes;
+use response_body::{SharedResponseBody, lock};
 use routes::{Route, unslashed};
 use startup::Startup;
 use stored::{RequestContext, forward_stored};
 use suspects::Suspects;
+use write_timeout::hand_over;
 
 /// Says that an answer is the last of its connection.
 const CLOSE: HeaderValue = HeaderValue::from_static("close");

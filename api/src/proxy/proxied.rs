@@ -11,7 +11,7 @@ use state::ids::Slot;
 
 use super::deadline;
 use super::keys::Holder;
-use super::reading::ClientRequest;
+use super::parse::ClientRequest;
 use super::request_record::RequestRecord;
 use super::routes::shown_path;
 use super::settings::ProxySettings;

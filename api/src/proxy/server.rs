@@ -26,11 +26,11 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::clients::{ClientConnection, ConnectionGuard};
-use super::pace::{CurrentResponse, WriteTimeoutSocket};
+use super::write_timeout::{CurrentResponse, WriteTimeoutSocket};
 use super::{AnswerBody, CLOSE, Proxy};
 use crate::backends::pool::prepare;
 use crate::error::{ProxyError, openai_body};
-use crate::seldom::LogRateLimit;
+use crate::log_rate_limit::LogRateLimit;
 use crate::tls::{
     self, Certificates, ClearRejection, ListenerFiles, MaybeTls, ServerConfig, TlsAcceptError,
 };

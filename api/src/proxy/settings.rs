@@ -12,9 +12,9 @@ use state::ids::ReplicaId;
 
 use super::cors::AllowedOrigins;
 use super::expose::Expose;
-use super::fields::{FieldRules, HeaderRules};
 use super::keys::ApiKeys;
-use super::splice::UsageRequest;
+use super::reserved_fields::{FieldRules, HeaderRules};
+use super::usage_options::UsageRequest;
 use crate::api_keys::KeyRules;
 use crate::backends::pool::PoolSettings;
 use crate::ip_prefix::IpPrefix;

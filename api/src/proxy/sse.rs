@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use bytes::{Bytes, BytesMut};
 
-use super::inspect::{AnswerDelta, inspect};
+use super::answer_usage::{AnswerDelta, inspect};
 
 /// Longest event that is read, in bytes.
 pub(super) const EVENT_BYTES_MAX: usize = 256 * 1024;

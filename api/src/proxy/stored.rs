@@ -20,13 +20,13 @@ use state::ids::BackendRef;
 use tokio::time::{Instant, timeout};
 
 use super::Proxy;
+use super::answer_source::AnswerSource;
 use super::attempt::read_refusal;
 use super::dialect::Dialect;
 use super::forward::{ForwardResult, clean_head, content, timeouts};
 use super::headers::{Hop, toward_engine};
 use super::keys::Holder;
-use super::relay::{RespondingBackend, ResponseBody};
-use super::source::AnswerSource;
+use super::response_body::{RespondingBackend, ResponseBody};
 use super::sse::WantedUsage;
 use crate::backends::pool::{EngineBody, Segments, SendError};
 use crate::error::ProxyError;

@@ -14,13 +14,15 @@ use state::{Registry, StateView};
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::fleet::{DecisionScratch, Fleet, RoutingTable, SCRATCH, matchable, policy_of, user_of};
+use super::decision_record::DecisionRecord;
 use super::load_reader::LoadReader;
 use super::metrics::RoutingMetrics;
 use super::outbox::Overlay;
 use super::pairing::{PairRules, SettledDecision, WholeDecision};
 use super::panic::PanicModes;
-use super::record::DecisionRecord;
+use super::routing_table::{
+    DecisionScratch, Fleet, RoutingTable, SCRATCH, matchable, policy_of, user_of,
+};
 use super::select::SelectSettings;
 use super::verdict::FilterVerdict;
 use super::{

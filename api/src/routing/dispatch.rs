@@ -15,13 +15,13 @@ use state::ids::{AttemptId, BackendRef, ModelKey, SessionId, UserKey};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::fleet::Fleet;
-use super::lengths::OutputLengths;
 use super::load::LoadTable;
 use super::outbox::{Overlay, SharedOutbox};
-use super::priced::{LargestRequest, PricedTotal};
+use super::output_lengths::OutputLengths;
+use super::priced_total::{LargestRequest, PricedTotal};
+use super::routing_table::Fleet;
 use super::samples::ServiceSamples;
-use super::texts::TextSums;
+use super::text_samples::TextSums;
 use crate::backends::Backends;
 use crate::user_name::UserName;
 

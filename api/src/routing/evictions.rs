@@ -3,7 +3,7 @@
 use state::ids::BlockHash;
 
 use super::decide::Decider;
-use super::fleet::{DecisionScratch, RoutingTable};
+use super::routing_table::{DecisionScratch, RoutingTable};
 
 impl Decider {
     /// Takes the blocks off the matches that requests under way will push out before this one is

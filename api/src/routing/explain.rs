@@ -12,9 +12,9 @@ use state::service::BackendServiceView;
 use tokio::time::Instant;
 
 use super::decide::Decider;
-use super::fleet::{DecisionScratch, PolicySource, matchable, policy_of};
+use super::decision_record::{ExplainedRequest, PrefillView};
 use super::pairing::WholeDecision;
-use super::record::{ExplainedRequest, PrefillView};
+use super::routing_table::{DecisionScratch, PolicySource, matchable, policy_of};
 use super::verdict::FilterVerdict;
 use super::{Load, OutboxStatus, RoutingRejection, RoutingRequest};
 use crate::backends::CircuitView;

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::adapters::{AdapterCandidate, preferred};
 use super::decide::Decider;
-use super::fleet::{DecisionScratch, RoutingTable, ServingBackend, user_of};
+use super::routing_table::{DecisionScratch, RoutingTable, ServingBackend, user_of};
 use super::verdict::FilterVerdict;
 use super::{RoutingRejection, RoutingRequest};
 use crate::backends::{Doubt, HealthFlags};

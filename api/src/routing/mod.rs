@@ -13,7 +13,9 @@
 
 mod adapters;
 mod attempt;
+mod capacity;
 mod decide;
+mod decision_record;
 mod dispatch;
 mod endpoints;
 mod evictions;
@@ -21,26 +23,24 @@ mod explain;
 mod filters;
 #[cfg(test)]
 mod fixture;
-mod fleet;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
-mod hidden;
-mod lengths;
+mod hidden_output;
 mod load;
 mod load_reader;
 mod metrics;
 mod outbox;
+mod output_lengths;
 mod pairing;
 mod pairs;
 mod panic;
 mod predictions;
 mod preferences;
 mod prefill;
-mod priced;
+mod priced_total;
 mod prompt_size;
-mod record;
 mod reply;
-mod room;
+mod routing_table;
 mod samples;
 mod select;
 mod separable;
@@ -48,7 +48,7 @@ mod session;
 mod shares;
 #[cfg(test)]
 mod tests;
-mod texts;
+mod text_samples;
 mod verdict;
 
 use schemars::JsonSchema;
@@ -64,15 +64,15 @@ use state::ids::{BackendRef, LogIndex, ReplicaId, SessionId, Slot};
 use state::policy::{PolicyConfig, Reason, Touch};
 use tokio_util::sync::CancellationToken;
 
-use self::fleet::Fleet;
-use self::lengths::OutputLengths;
 use self::load_reader::LoadReader;
 use self::outbox::driver::OutboxDriver;
+use self::output_lengths::OutputLengths;
 use self::pairing::PairRules;
 use self::panic::PanicModes;
-use self::priced::PricedTotal;
+use self::priced_total::PricedTotal;
+use self::routing_table::Fleet;
 use self::samples::ServiceSamples;
-use self::texts::TextSums;
+use self::text_samples::TextSums;
 use crate::backends::{Backends, HalfOpenProbe};
 use crate::clock::Clock;
 use crate::ports::Propose;
@@ -81,11 +81,14 @@ use crate::prompt::{ModelSettings, PromptIdentity, PromptReader};
 pub(crate) use attempt::pricing_of;
 pub use attempt::{Attempt, DispatchTerms};
 pub use decide::Decider;
+pub use decision_record::{
+    AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, PrefillView, SEEN_MAX,
+    SeenBackendView, SeenDecision,
+};
 pub use dispatch::Dispatcher;
 pub use endpoints::{OfferedEndpoints, endpoint_of};
 pub use explain::{ExplainedBackend, Explanation};
-pub use fleet::PolicySource;
-pub use hidden::HiddenOutput;
+pub use hidden_output::HiddenOutput;
 pub use load::{
     EXPIRY, KEEPALIVE, Load, LoadGuard, LoadReportError, LoadReporter, LoadTable, ReservedPlace,
 };
@@ -96,11 +99,8 @@ pub use outbox::{
 };
 pub use preferences::{POLICY, PreferenceRejection, RoutingPreferences};
 pub use prefill::{PrefillAttempt, PrefillDecision};
-pub use priced::LargestRequest;
-pub use record::{
-    AttemptReport, DecisionRecord, DecisionView, ExplainedRequest, PrefillView, SEEN_MAX,
-    SeenBackendView, SeenDecision,
-};
+pub use priced_total::LargestRequest;
+pub use routing_table::PolicySource;
 pub use select::{Labels, SELECT, SelectRejection, SelectSettings};
 pub use separable::RequestStages;
 pub use shares::{

@@ -6,8 +6,8 @@ use state::ids::{BackendRef, LogIndex};
 use state::policy::{Choice, PairSettings, PolicyConfig, PolicyRequest, WholeReason};
 use tokio::time::Instant;
 
-use super::fleet::{PolicySource, RoutingTable};
-use super::record::{DecisionBasis, PrefillRecord, PrefillView};
+use super::decision_record::{DecisionBasis, PrefillRecord, PrefillView};
+use super::routing_table::{PolicySource, RoutingTable};
 use super::{RoutingRejection, RoutingRequest};
 use crate::prompt::ModelSettings;
 

@@ -16,12 +16,12 @@ use state::policy::{
 };
 
 use super::decide::Decider;
-use super::fleet::{DecisionScratch, RoutingTable};
+use super::decision_record::{PrefillRecord, SeenCandidates};
 use super::pairing::{PairRejection, SettledDecision, WholeDecision};
-use super::record::{PrefillRecord, SeenCandidates};
+use super::routing_table::{DecisionScratch, RoutingTable};
 use super::{PrefillDecision, RequestStages, RoutingRejection, RoutingRequest};
 use crate::backends::BreakerState;
-use crate::routing::fleet::user_of;
+use crate::routing::routing_table::user_of;
 
 /// Two backends for a request.
 struct PairDecision {

@@ -16,7 +16,7 @@ use state::service::{
 use tokio::time::Instant;
 
 use super::Load;
-use super::hidden::BackendPace;
+use super::hidden_output::BackendPace;
 use super::predictions::{Prediction, Predictions};
 
 /// Events (or gaps) that make a sample worth its place in the log.

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use chaos_tests::processes::book::AnswerFigures;
+use chaos_tests::processes::client_ledger::AnswerFigures;
 use chaos_tests::processes::load::{LoadOptions, RunningLoad};
 use chaos_tests::processes::{ClusterOptions, ProcessCluster};
 use chaos_tests::terminal;

@@ -384,7 +384,7 @@ fn charge(user: UserKey, tokens: u64) -> Item {
 }
 
 /// A snapshot's bytes, whose checksums and digests are made to fit what stands there. The layout is
-/// that of `state/src/machine/snapshot.rs`.
+/// that of `state/src/machine/snapshot/mod.rs`.
 struct SnapshotBytes(Vec<u8>);
 
 impl SnapshotBytes {

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::access::key;
-use super::book::{AnsweredRequest, UserTotals};
+use super::client_ledger::{AnsweredRequest, UserTotals};
 use super::load::{RunningLoad, charged};
 use super::{ProcessCluster, until};
 

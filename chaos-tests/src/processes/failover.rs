@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use tokio::time::{Instant, interval, sleep, timeout};
 
-use super::book::LongestStall;
+use super::client_ledger::LongestStall;
 use super::faults::FaultContext;
 use super::{checks, waiting};
 

@@ -22,7 +22,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
-use super::book::{AnsweredRequest, ClientLedger, LostRequest, UserTotals};
+use super::client_ledger::{AnsweredRequest, ClientLedger, LostRequest, UserTotals};
 use super::{ProcessCluster, until};
 
 /// Users of each replica.

@@ -8,15 +8,15 @@
 pub mod access;
 pub mod agreement;
 mod binary;
-pub mod book;
 pub mod checks;
 mod child;
+pub mod client_ledger;
 pub mod failover;
 pub mod faults;
 pub mod figures;
 mod layout;
 pub mod load;
-mod look;
+mod observe;
 mod options;
 pub mod roll;
 pub mod upgrade;

@@ -13,7 +13,7 @@ use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use serde::Serialize;
 
-use super::book::ClientLedger;
+use super::client_ledger::ClientLedger;
 use super::faults::FaultContext;
 use super::load::{LoadOptions, RunningLoad};
 use super::{ClusterOptions, ProcessCluster, binary, checks};

@@ -10,6 +10,7 @@
 //! then all is mended and the cluster must heal. [`crate::invariants`] are checked on the way and
 //! at the end.
 
+mod apply_observer;
 pub mod faults;
 mod fleet;
 mod heal;
@@ -26,7 +27,6 @@ mod rollout;
 mod run;
 mod spoil;
 pub mod trace;
-mod witness;
 pub mod workload;
 pub mod world;
 

@@ -13,6 +13,7 @@ use lab::rng::Rng;
 use raft::{MemoryDisk, Role, Status};
 use state::ids::{ReplicaId, SessionId};
 
+use super::apply_observer::{RecordKeeper, RunWatcher};
 use super::faults::{Fault, Remedy};
 use super::fleet::FleetDriver;
 use super::network::SimNetwork;
@@ -21,7 +22,6 @@ use super::panics;
 use super::plan::{DiskSpeed, FleetKind, WorldPlan};
 use super::reach::Reach;
 use super::trace::Trace;
-use super::witness::{RecordKeeper, RunWatcher};
 use super::workload::{self, WorkloadContext, WorkloadDriver};
 use crate::oracle::image::StateImage;
 use crate::oracle::observation::ReplicaRun;

@@ -7,9 +7,9 @@
 //! engines are the harness's own and know for whom they computed what.
 
 mod browser;
+mod checks;
 mod client;
 mod engine;
-mod judge;
 mod kinds;
 pub mod overload;
 mod peers;
@@ -34,9 +34,9 @@ use tokio_util::sync::CancellationToken;
 use crate::processes::access::ClientAccess;
 use crate::processes::figures::ProcessFigures;
 use crate::processes::{ClusterOptions, ProcessCluster};
+pub use checks::SoakCheck;
 use client::SoakUser;
 use engine::{ComputedTokens, DECODE, MODEL, PLACES, PREFILL, SoakEngine};
-pub use judge::SoakCheck;
 pub use kinds::ClientKind;
 pub use tally::KindCounts;
 
@@ -171,7 +171,7 @@ pub async fn run(options: &SoakOptions, say: impl Fn(&str)) -> anyhow::Result<So
     (plan.kinds, plan.length) = (&kinds, options.storm);
     let storm = stage.phase(plan).await?;
     say("nobody; looking at what is left");
-    let phases = judge::JudgedPhases {
+    let phases = checks::JudgedPhases {
         alone,
         storm,
         before,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use tokio::time::interval;
 
-use super::judge::{SoakCheck, ready};
+use super::checks::{SoakCheck, ready};
 use super::{ClientKind, PhasePlan, SoakDriver, SoakPhase, WARM_UP, capacity};
 use crate::processes::figures::ProcessFigures;
 

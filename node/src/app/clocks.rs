@@ -23,8 +23,8 @@ use state::command::Command;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::formats;
-use super::ticks::every;
+use super::intervals::every;
+use super::log_version;
 
 /// How long a clock counts after its last reading.
 const SILENT: Duration = Duration::from_secs(10);
@@ -204,7 +204,7 @@ pub(super) async fn pace(cluster: Arc<dyn Cluster>, replica: Replica, stop: Canc
         }
         let status = replica.status();
         let leads = status.leader == Some(status.id) && status.has_quorum && status.caught_up;
-        let can_be_read = || formats::check(&Command::PaceTime, &|| status.clone());
+        let can_be_read = || log_version::check(&Command::PaceTime, &|| status.clone());
         if !leads || !is_formed || can_be_read().is_err() {
             continue;
         }

@@ -16,8 +16,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::core::ReplicaCore;
+use super::intervals::every;
 use super::log_metrics::disk_space;
-use super::ticks::every;
 
 /// From one look to the next.
 const INTERVAL: Duration = Duration::from_secs(1);

@@ -1,6 +1,6 @@
 //! Fuzz target for messages between replicas, see [`crate::fuzzing`].
 
-use super::exchange::GossipMessage;
+use super::gossip::GossipMessage;
 
 /// Decodes a peer's message. Encoding it again restores the bytes, except for forms that are never
 /// written: an explicit, empty backlog, and explicit, empty shares

@@ -12,7 +12,7 @@ use state::ids::LogIndex;
 use state::{RouterState, StagedBackup};
 use tokio::runtime::{Handle, RuntimeFlavor};
 
-use super::formats;
+use super::log_version;
 
 /// The replicated state and the digests of its past, shared between the log that changes it and the
 /// admin API that reads it.
@@ -101,7 +101,7 @@ impl StateMachine for RouterMachine {
         Arc::new(move |command, status| {
             let envelope = read(format, command);
             let envelope = envelope.map_err(|error| format!("no command: {error}"))?;
-            formats::check(&envelope.command, status)
+            log_version::check(&envelope.command, status)
         })
     }
 

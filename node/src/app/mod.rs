@@ -4,33 +4,33 @@
 //! data plane, the admin API, and the loops that carry load and digests between replicas. Several
 //! apps can run in one process; each has its own sockets, state and metrics.
 
-mod absence;
 mod clocks;
 pub mod core;
+mod divergence;
 mod events;
-mod exchange;
 mod figures;
-mod formation;
-mod formats;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
-mod judge;
+mod gossip;
+mod intervals;
 mod key_file;
 mod leadership;
 mod log_metrics;
+mod log_version;
 mod machine;
 pub mod offline;
 mod picker;
 mod ports;
+mod raft_options;
 mod ranks;
 mod readers;
 mod registration;
 mod reloading;
 mod running;
 pub mod scaling;
+mod session_expiry;
 mod shutdown;
 mod sockets;
-mod ticks;
 mod tls;
 mod warmup;
 

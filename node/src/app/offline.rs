@@ -19,8 +19,8 @@ use serde_json::Value;
 use state::RouterState;
 use state::ids::SessionId;
 
-use super::formation;
 use super::machine::{RouterMachine, SharedState};
+use super::raft_options;
 use crate::config::Config;
 
 /// A state at one log index.
@@ -79,7 +79,7 @@ impl OfflineState {
     /// As the admin API.
     pub async fn explained(&self, config: &Config, body: &[u8]) -> anyhow::Result<Value> {
         let view = self.shared.state().view();
-        let backends = Arc::new(Backends::new(formation::probe_settings(config)));
+        let backends = Arc::new(Backends::new(raft_options::probe_settings(config)));
         for backend in &view.registry().backends {
             backends.assume(backend.handle.slot, &ASSUMED);
         }
@@ -94,7 +94,7 @@ impl OfflineState {
             select: config.select.clone(),
             clock: api::clock::Clock::default(),
         });
-        let settings = Arc::new(formation::proxy_settings(config));
+        let settings = Arc::new(raft_options::proxy_settings(config));
         let requests = RequestReader::new(&router, settings);
         let explained = explain_offline(&requests, &router, body).await;
         explained.map_err(|problem| {

@@ -14,7 +14,7 @@ use state::ids::{LogIndex, ReplicaId, SessionId};
 use tokio::time::Instant;
 
 use super::clocks::ClusterClocks;
-use super::formats;
+use super::log_version;
 use super::machine::SharedState;
 use super::scaling::Scaling;
 use crate::planted::{self, Bug};
@@ -94,7 +94,7 @@ impl LogPort {
 
     async fn submit(&self, command: Command) -> Result<Committed, ProposeError> {
         let deadline = Instant::now() + SUBMIT_TIMEOUT;
-        let command = formats::readable(command, &|| self.replica.status());
+        let command = log_version::readable(command, &|| self.replica.status());
         let Ok(mut seq) = tokio::time::timeout_at(deadline, self.admin_seq.lock()).await else {
             let why = "an earlier write of this replica is still under way";
             return Err(ProposeError::Unavailable(why.to_owned()));

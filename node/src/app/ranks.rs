@@ -12,7 +12,7 @@ use state::ids::{BackendRef, Slot};
 use state::{RANKS_MAX, Registry, StateView};
 use tokio_util::sync::CancellationToken;
 
-use super::ticks::every;
+use super::intervals::every;
 
 /// Interval at which engines and registry are compared.
 const INTERVAL: Duration = Duration::from_millis(200);

@@ -13,7 +13,7 @@ use state::{Registry, StateView};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::ticks::every;
+use super::intervals::every;
 
 /// Interval at which presence is checked.
 const INTERVAL: Duration = Duration::from_millis(100);

@@ -8,7 +8,7 @@ use arc_swap::ArcSwap;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use super::formation;
+use super::raft_options;
 use crate::config::{Config, DrainConfig};
 
 /// Hands a config to a replica that runs, or is about to.
@@ -76,11 +76,12 @@ impl ReloadHandle {
 
 impl RunningParts {
     fn take(&self, config: &Config) {
-        self.proxy.replace_limits(formation::limits(&config.limits));
-        let retries = formation::retry_allowance(&config.retry);
+        self.proxy
+            .replace_limits(raft_options::limits(&config.limits));
+        let retries = raft_options::retry_allowance(&config.retry);
         self.proxy.replace_retry_allowance(retries);
         self.backends
-            .replace_settings(formation::probe_settings(config));
+            .replace_settings(raft_options::probe_settings(config));
         self.drain.store(Arc::new(config.drain.clone()));
         self.engines.allow(config.engine_addresses.clone());
     }

@@ -42,7 +42,7 @@ use super::shutdown::ShutdownHandle;
 use super::sockets::Addresses;
 use super::tls::ReplicaCertificates;
 use super::warmup::warm_up;
-use super::{events, formation, ranks, scaling};
+use super::{events, raft_options, ranks, scaling};
 use crate::config::{Config, DrainConfig, Parsed};
 use crate::process;
 
@@ -129,7 +129,7 @@ pub(super) async fn start(app: App) -> anyhow::Result<RunningReplica> {
     let metrics = metrics(&core, &tls, (&config, &reload));
     metrics.register(|registry| access_file.register(registry));
     let discovery = discover(&core, &config, &metrics, &tls);
-    formation::tell_of_names(&config);
+    raft_options::tell_of_names(&config);
     tell_if_insecure(&config);
     let keys = key_rules(&core, &config);
     let readiness = readiness(&core, &config, (lifecycle.clone(), keys));
@@ -271,7 +271,7 @@ fn key_rules(core: &ReplicaCore, config: &Config) -> KeyRules {
     let replica = core.replica().clone();
     let current_within = config.cluster.election_timeout.end;
     let list = ListAge::of(current_within, move || replica.confirmed());
-    formation::key_rules(&config.users, list)
+    raft_options::key_rules(&config.users, list)
 }
 
 fn readiness(
@@ -305,7 +305,7 @@ fn proxy(
         ProxySettings {
             keys: readiness.keys.clone(),
             tracer: tracer(core, config, registry)?,
-            ..formation::proxy_settings(config)
+            ..raft_options::proxy_settings(config)
         },
         Arc::clone(metrics),
     );
@@ -369,7 +369,7 @@ fn admin(
         file,
         reload,
         log_level,
-        hosts: formation::own_hosts(config),
+        hosts: raft_options::own_hosts(config),
         tokens: config.admin_tokens.clone(),
         certified: config
             .tls

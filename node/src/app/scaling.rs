@@ -24,7 +24,7 @@ use raft::{Replica, Role, Status};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::ticks::every;
+use super::intervals::every;
 use crate::config::{Config, Formation, StatefulSetConfig};
 
 /// Label of a member that names its StatefulSet.

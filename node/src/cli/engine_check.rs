@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::Context as _;
 use api::backends::EngineUrl;
 use api::kv_events::endpoint::KvEndpoint;
+use api::printable::escaped;
 use api::prompt::{Tokenizer, TokenizerSpec};
-use api::shown::escaped;
 use http::HeaderValue;
 use lab::terminal::{self, FittedTable, column};
 

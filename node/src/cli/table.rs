@@ -1,6 +1,6 @@
 //! JSON values as table cells.
 
-use api::shown::escaped;
+use api::printable::escaped;
 use serde_json::Value;
 
 /// Formats a JSON value as one cell: strings without quotes, lists with commas, empty values as a

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use api::backends::EngineUrl;
-use api::shown::escaped_lines;
+use api::printable::escaped_lines;
 use lab::engine::events::PublisherFaults;
 use lab::engine::fleet::{Engines, EnginesPlan};
 use lab::replay::chats::{Chats, ChatsOptions};

@@ -22,13 +22,13 @@
 //! runs, its outputs what may run and which places to hand to which replica. It knows no clock and
 //! sends nothing. docs/internals/limits.md describes the protocol, docs/adr/0047 the choice.
 
-mod book;
+mod ledger;
 mod members;
 mod split;
 #[cfg(test)]
 mod tests;
 
-pub use book::{Plan, ShareLedger};
+pub use ledger::{Plan, ShareLedger};
 
 use crate::ids::{BackendRef, ReplicaId, SessionId};
 

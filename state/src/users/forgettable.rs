@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 
 use super::User;
-use super::standing::AdmissionAccount;
+use super::admission_account::AdmissionAccount;
 use crate::ids::UserKey;
 
 /// Users ordered by `(counter, key)`.

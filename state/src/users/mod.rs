@@ -25,15 +25,15 @@
 //! fairness, because the user would be lifted to it anyway; above it, the least counter forgives
 //! least.
 
+mod admission_account;
 mod defaults;
 mod fallbacks;
 mod forgettable;
 mod image;
-mod lately;
 mod map;
 mod plan;
 mod published;
-mod standing;
+mod recent_usage;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -55,12 +55,12 @@ use crate::settings::UserLimits;
 
 pub use crate::bounds::CHARGE_TOKENS_MAX;
 pub use crate::pricing::{FairnessSettings, WEIGHT_MILLI_DEFAULT};
+use admission_account::{AdmissionAccount, add, sum, take};
 pub(crate) use fallbacks::DefaultPlan;
 use fallbacks::Fallbacks;
-pub use lately::RecentUsage;
 use plan::UserPlan;
 pub use published::UsersView;
-use standing::{AdmissionAccount, add, sum, take};
+pub use recent_usage::RecentUsage;
 pub(crate) use table::{ChargeTerms, Users, UsersImage};
 use window::UsageWindow;
 pub use window::{WINDOW_BUCKET_MS, WINDOW_BUCKETS};

@@ -6,8 +6,8 @@ use bincode::{Decode, Encode};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::forgettable::{Forgettable, ForgettingRank};
-use super::lately::UsageScan;
 use super::map::UserMap;
+use super::recent_usage::UsageScan;
 use super::{
     AdmissionAccount, CHARGE_TOKENS_MAX, DefaultPlan, RecentUsage, User, UserUsage, UserView,
     UsersView, WINDOW_BUCKET_MS, WINDOW_BUCKETS, add, take,

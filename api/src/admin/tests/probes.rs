@@ -5,7 +5,7 @@ use state::ids::UserKey;
 use tokio::time::Instant;
 
 use super::*;
-use crate::backends::{Fault, SlotTable, text};
+use crate::backends::{Fault, SlotTable, prometheus_text};
 
 async fn readiness(bench: &Bench) -> (u16, Value) {
     let answer = bench.call("GET", "/readyz", "").await;
@@ -162,7 +162,7 @@ async fn metrics_follow_the_text_format_and_tell_the_replica() {
     };
     assert_eq!(samples_of(&open.body), samples_of(&answer.body));
     let mut samples = BTreeMap::new();
-    text::read(answer.body.as_bytes(), |sample| {
+    prometheus_text::read(answer.body.as_bytes(), |sample| {
         let labels: Vec<String> = sample
             .labels
             .iter()

@@ -4,9 +4,9 @@ use tokio::time::Instant;
 
 use super::OpenAttempt;
 use crate::routing::AttemptEnd;
+use crate::routing::decision_record::AttemptReport;
 use crate::routing::dispatch::Dispatcher;
 use crate::routing::predictions::Prediction;
-use crate::routing::record::AttemptReport;
 use crate::routing::reply::ReplyEnd;
 use crate::routing::samples::{EndedRequest, RunningRequests};
 use crate::traces::TracedEnd;

@@ -17,20 +17,20 @@ mod sync;
 
 #[path = "../../../../api/src/backends/adapters.rs"]
 mod adapters;
-#[path = "../../../../api/src/backends/circuit.rs"]
+#[path = "../../../../api/src/backends/circuit/mod.rs"]
 mod circuit;
 #[path = "../../../../api/src/backends/engine.rs"]
 mod engine;
 #[path = "../../../../api/src/backends/health.rs"]
 mod health;
-#[path = "../../../../api/src/routing/load.rs"]
+#[path = "../../../../api/src/routing/load/mod.rs"]
 mod load;
 #[path = "../../../../api/src/backends/modes.rs"]
 mod modes;
 #[path = "../../../../api/src/routing/outbox/overlay.rs"]
 mod overlay;
-#[path = "../../../../api/src/backends/text.rs"]
-mod text;
+#[path = "../../../../api/src/backends/prometheus_text.rs"]
+mod prometheus_text;
 #[path = "../../../../raft/src/determinism/watch.rs"]
 mod watch;
 

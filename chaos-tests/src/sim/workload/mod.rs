@@ -32,10 +32,10 @@ use tokio::runtime::Handle;
 
 pub use self::engines::SimEngines;
 pub(in crate::sim) use self::reader::keys;
+use super::apply_observer::RecordKeeper;
 use super::node::SimTime;
 use super::plan::WorldPlan;
 use super::trace::Trace;
-use super::witness::RecordKeeper;
 use crate::oracle::observation::ReplicaRun;
 
 /// Backends there are names for.

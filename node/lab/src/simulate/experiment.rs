@@ -7,12 +7,12 @@ use std::time::Duration;
 use state::admission::{AdmissionSettings, Batching, BinSelection, Concurrency, Order};
 use state::outputs::theory::batch_time_mean;
 
+use super::argument_error::SimulateArgsError;
 use super::cells;
 use super::compare::{ComparisonCase, ComparisonCases};
 use super::overload;
 use super::plan::{BatchTimes, EngineModel, RestartPlan, RestartScope, SimPlan, micros};
 use super::report::{ExperimentResult, RunReport};
-use super::unusable::SimulateArgsError;
 use super::workload::{LengthRange, Mix, SimUser, SimWorkload};
 
 /// What can be asked for by name.

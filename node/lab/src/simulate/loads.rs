@@ -11,12 +11,12 @@ use std::sync::Arc;
 
 use state::policy::PolicyConfig;
 
+use super::argument_error::SimulateArgsError;
 use super::compare::{ComparisonCase, ComparisonCases};
 use super::events::Micros;
 use super::plan::SimPlan;
 use super::policies::SimPolicy;
 use super::report::{ExperimentResult, RunReport};
-use super::unusable::SimulateArgsError;
 use super::workload::{Mix, SimWorkload};
 use crate::replay::trace::{self, LengthScale, TraceOptions};
 

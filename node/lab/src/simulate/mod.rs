@@ -9,20 +9,20 @@
 //!
 //! docs/guide/simulator.md says what it models, what it leaves out, and what the experiments show.
 
-mod apart_args;
 mod args;
-pub mod as_written;
+mod argument_error;
 pub mod cells;
 pub mod clock;
 pub mod compare;
 mod demand_args;
+mod disaggregation_args;
 pub mod engine;
 mod engine_args;
 pub mod events;
 pub mod experiment;
 pub mod ideal;
+pub mod literal_policies;
 pub mod loads;
-pub mod lobby;
 pub mod matrix;
 pub mod overload;
 pub mod page;
@@ -36,13 +36,13 @@ pub mod replica;
 pub mod report;
 pub mod scale;
 pub mod service;
+pub mod sim_queue;
 pub mod tally;
 #[cfg(test)]
 mod tests;
 mod times;
-mod unusable;
 pub mod workload;
 pub mod world;
 
 pub use args::{SimulateArgs, run};
-pub use unusable::SimulateArgsError;
+pub use argument_error::SimulateArgsError;

@@ -6,8 +6,8 @@ use state::admission::{AdmissionSettings, Concurrency, Order};
 use state::policy::{ChwblSettings, CostSettings, PairSettings, PolicyConfig};
 use state::users::FairnessSettings;
 
-use super::as_written::AsWritten;
 use super::events::Micros;
+use super::literal_policies::AsWritten;
 use crate::engine::model::EngineShape;
 
 /// Tokens of one block where no recording says otherwise.

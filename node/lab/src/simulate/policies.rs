@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 use state::policy::{CostSettings, POLICY_NAMES, PolicyConfig};
 
-use super::as_written::AsWritten;
+use super::literal_policies::AsWritten;
 
 /// A policy to be run, under the name that it was asked for by.
 #[derive(Debug, Clone, PartialEq)]

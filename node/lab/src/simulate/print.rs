@@ -1,6 +1,6 @@
 //! A comparison as tables.
 
-use api::shown::escaped;
+use api::printable::escaped;
 
 use super::matrix;
 use super::recorded::RecordedFigures;

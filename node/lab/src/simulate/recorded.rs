@@ -11,8 +11,8 @@ use std::sync::Arc;
 use api::recording::{RecordedRequest, Recording};
 use serde::Serialize;
 
+use super::argument_error::SimulateArgsError;
 use super::times::summary;
-use super::unusable::SimulateArgsError;
 use super::workload::{SimArrival, SimPrompt, SimUser, SimWorkload};
 use crate::engine::text::TOKEN_BYTES;
 use crate::replay::report::LatencySummary;

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use api::recording::{self, Recording};
 
+use super::argument_error::SimulateArgsError;
 use super::recorded::RecordedDemand;
-use super::unusable::SimulateArgsError;
 
 /// A recording in place of a workload.
 #[derive(Debug, Clone, clap::Args)]

@@ -27,10 +27,10 @@ use state::ratios::TokenRatio;
 use state::{RouterState, StateView};
 use tokio::time::Instant;
 
-use super::as_written::{AsWritten, WrittenCandidate, WrittenRouter};
 use super::clock::{EPOCH_MS, SimClock, unix_ms};
 use super::engine::ProbedFigures;
 use super::events::Micros;
+use super::literal_policies::{AsWritten, WrittenCandidate, WrittenRouter};
 use super::workload::{HASH_SEED, MODEL, SimPrompt};
 use crate::engine::text::{TOKEN_BYTES, words};
 

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use state::admission::{Order, bound};
 
-use super::as_written::AsWritten;
 use super::ideal::IdealBounds;
+use super::literal_policies::AsWritten;
 use super::plan::SimPlan;
 use super::recorded::RecordedFigures;
 use super::tally::SimTally;

@@ -1,6 +1,6 @@
 //! A summary as lines and tables, for a screen and for a pipe.
 
-use api::shown::escaped;
+use api::printable::escaped;
 use lab::terminal::{FittedTable, column};
 
 use super::summary::{BackendRow, ReplicaRow, Summary, TotalRow, UserRow};

@@ -10,9 +10,9 @@ use state::ids::{Slot, Ticket};
 use super::{Micros, ReplicaPlace, RequestStage, RequestState, SimEvent, SimWorld};
 use crate::simulate::clock::unix_ms;
 use crate::simulate::engine::ServedStep;
-use crate::simulate::lobby::{NextAdmission, WaitingRequest};
 use crate::simulate::plan::EngineModel;
 use crate::simulate::replica::EngineUsage;
+use crate::simulate::sim_queue::{NextAdmission, WaitingRequest};
 use crate::simulate::workload::SimPrompt;
 
 impl SimWorld<'_> {

@@ -20,7 +20,6 @@ use tokio::time::Instant;
 
 use crate::sync::{ArcSwap, Mutex, MutexGuard, Notify};
 
-#[path = "load/gauge.rs"]
 mod gauge;
 
 pub(crate) use gauge::ReserveRejection;
@@ -472,5 +471,4 @@ impl LoadReporter {
 }
 
 #[cfg(test)]
-#[path = "load/tests.rs"]
 mod tests;

@@ -21,7 +21,7 @@ use state::policy::{
     Score, UserTokens, WholeReason,
 };
 
-use super::fleet::{DecisionScratch, PolicySource, RoutingTable};
+use super::routing_table::{DecisionScratch, PolicySource, RoutingTable};
 use super::verdict::{FilterCounts, FilterVerdict};
 use super::{AttemptEnd, Usage, session};
 

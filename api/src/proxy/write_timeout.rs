@@ -24,7 +24,7 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use tokio_util::task::TaskTracker;
 
 use super::piece::ResponseBodyError;
-use super::relay::{ResponseBody, SharedResponseBody, lock};
+use super::response_body::{ResponseBody, SharedResponseBody, lock};
 
 /// The engine's answer that an HTTP/1.1 connection writes.
 #[derive(Clone, Default)]

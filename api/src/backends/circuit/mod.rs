@@ -465,5 +465,4 @@ impl Drop for HalfOpenProbe {
 }
 
 #[cfg(test)]
-#[path = "circuit/tests.rs"]
 mod tests;

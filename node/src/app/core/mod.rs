@@ -28,13 +28,13 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::clocks::{self, ClusterClocks};
-use super::exchange::{self, GossipInbox};
+use super::gossip::{self, GossipInbox};
 use super::leadership::hand_over;
 pub use super::machine::ApplyObserver;
 use super::machine::{RouterMachine, SharedState};
 use super::ports::LogPort;
 use super::scaling::{ScaleSource, Scaling};
-use super::{absence, formation, formats, judge, readers, registration};
+use super::{divergence, log_version, raft_options, readers, registration, session_expiry};
 use crate::config::Config;
 use crate::planted::{self, Bug};
 
@@ -137,7 +137,7 @@ impl CoreParts {
         shared.digests.announce(events.clone());
         let probes = ProbeSettings {
             dialer,
-            ..formation::probe_settings(config)
+            ..raft_options::probe_settings(config)
         };
         let backends = Backends::new(probes)
             .breaking(config.circuit)
@@ -186,7 +186,7 @@ impl CoreParts {
             digests: Arc::clone(&self.shared.digests),
             clocks: Arc::clone(&self.clocks),
             figures: Arc::clone(&self.figures),
-            version_max: formats::messages_known(format),
+            version_max: log_version::messages_known(format),
             witness,
         })
     }
@@ -222,9 +222,10 @@ impl ReplicaCore {
         let clocks = Arc::new(ClusterClocks::new(clock));
         let clock = clocks.clock();
         let parts = CoreParts::new(&config, session, Arc::clone(&clocks), dialer);
-        let first = formation::first_command(&config, session, hashing, &clock);
-        let mut options = formation::raft_options(&config, transport.local_addr(), storage, &first);
-        options.labels.extend(formats::labels(format));
+        let first = raft_options::first_command(&config, session, hashing, &clock);
+        let mut options =
+            raft_options::raft_options(&config, transport.local_addr(), storage, &first);
+        options.labels.extend(log_version::labels(format));
         let inbox = parts.inbox(format, witness.clone());
         let machine = RouterMachine::new(Arc::clone(&parts.shared), witness).knowing(format);
         let replica = Replica::start(options, transport, Box::new(machine), inbox).await;
@@ -262,7 +263,7 @@ impl ReplicaCore {
         let stop = || self.stops.all.clone();
         let (sampler, stopped) = (Arc::clone(parts.router.dispatcher()), stop());
         tasks.spawn(async move { sampler.run_samples(stopped).await });
-        tasks.spawn(exchange::tell(
+        tasks.spawn(gossip::tell(
             self.replica.clone(),
             (
                 Arc::clone(parts.router.load()),
@@ -276,11 +277,15 @@ impl ReplicaCore {
         let (admission, stopped) = (Arc::clone(&parts.admission), stop());
         tasks.spawn(async move { admission.run(stopped).await });
         let shared = Arc::clone(&parts.shared);
-        tasks.spawn(judge::watch(self.replica.clone(), shared, stop()));
-        tasks.spawn(absence::watch(self.cluster(), stop()));
+        tasks.spawn(divergence::watch(self.replica.clone(), shared, stop()));
+        tasks.spawn(session_expiry::watch(self.cluster(), stop()));
         tasks.spawn(clocks::pace(self.cluster(), self.replica.clone(), stop()));
         let dispatcher = Arc::clone(parts.router.dispatcher());
-        tasks.spawn(formats::follow(self.replica.clone(), dispatcher, stop()));
+        tasks.spawn(log_version::follow(
+            self.replica.clone(),
+            dispatcher,
+            stop(),
+        ));
         let view = Arc::clone(&parts.view);
         tasks.spawn(readers::assign(self.cluster(), Arc::clone(&view), stop()));
         let (backends, file) = (config.backends, config.file);

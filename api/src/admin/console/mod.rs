@@ -43,7 +43,7 @@ macro_rules! files {
         [$(ConsoleFile {
             name: $name,
             content_type: $content_type,
-            text: include_str!(concat!("console/", $name)),
+            text: include_str!($name),
         }),+]
     };
 }
@@ -54,7 +54,7 @@ const SCRIPT: &str = "text/javascript; charset=utf-8";
 const PAGE: ConsoleFile = ConsoleFile {
     name: "index.html",
     content_type: "text/html; charset=utf-8",
-    text: include_str!("console/index.html"),
+    text: include_str!("index.html"),
 };
 static FILES: [ConsoleFile; 20] = files! {
     "console.css": "text/css; charset=utf-8",

@@ -13,9 +13,9 @@ use raft::{ChangeError, Replica};
 use state::ids::{LogIndex, ReplicaId};
 use tokio_util::sync::CancellationToken;
 
+use super::intervals::every;
 use super::leadership::hand_over;
 use super::machine::SharedState;
-use super::ticks::every;
 
 /// Interval of checks and of attempts to replace the state. A difference is handled at once.
 const INTERVAL: Duration = Duration::from_secs(1);

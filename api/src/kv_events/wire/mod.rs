@@ -8,7 +8,7 @@
 
 use state::ids::EngineHash;
 
-use super::pack::{MsgpackError, MsgpackReader, MsgpackValue};
+use super::msgpack::{MsgpackError, MsgpackReader, MsgpackValue};
 
 /// A payload.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -16,7 +16,7 @@ use state::codec::{FORMAT_VERSION, FORMAT_VERSION_COMMON, format_of};
 use state::command::Command;
 use tokio_util::sync::CancellationToken;
 
-use super::ticks::every;
+use super::intervals::every;
 use crate::planted::{self, Bug};
 
 /// From one look at the members to the next.

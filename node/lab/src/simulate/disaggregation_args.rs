@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use state::policy::PairSettings;
 
+use super::argument_error::SimulateArgsError;
 use super::plan::{ApartPlan, ServiceGoal, SimPlan, micros};
-use super::unusable::SimulateArgsError;
 
 /// Disaggregated prefill and decode.
 #[derive(Debug, Clone, clap::Args)]

@@ -9,8 +9,8 @@ use std::collections::VecDeque;
 
 use bytes::Bytes;
 
-use super::inspect::{AnswerDelta, inspect, read_usage};
-use super::scan::is_whole;
+use super::answer_usage::{AnswerDelta, inspect, read_usage};
+use super::json_scan::is_whole;
 use crate::routing::Usage;
 
 /// How much of the end of a document is kept to be read, in bytes.

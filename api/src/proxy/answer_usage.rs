@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use serde::Deserialize;
 
-use super::scan::{elements, members, string, value_of};
+use super::json_scan::{elements, members, string, value_of};
 use crate::routing::Usage;
 
 /// What one JSON document, an event's payload or a whole answer, tells.

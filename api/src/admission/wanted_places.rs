@@ -7,9 +7,9 @@
 use state::admission::{Gate, QueuedRequest};
 
 use super::Admission;
-use super::entry::Waiter;
-use super::line::ModelQueue;
+use super::model_queue::ModelQueue;
 use super::serve::QueueScan;
+use super::waiter::Waiter;
 use crate::routing::WantedPlaces;
 
 /// Requests of a queue that are counted at most: more than that want more places than a backend

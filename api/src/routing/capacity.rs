@@ -7,8 +7,8 @@ use tokio::time::Instant;
 
 use super::RoutingRequest;
 use super::decide::Decider;
-use super::fleet::{DecisionScratch, RoutingTable, SCRATCH, matchable};
 use super::pairs::PREFILL_SCRATCH;
+use super::routing_table::{DecisionScratch, RoutingTable, SCRATCH, matchable};
 
 impl Decider {
     /// Requests that the backends which may take this one have room for, all together.

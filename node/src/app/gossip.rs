@@ -8,7 +8,7 @@
 //! versions 1 and 2 up to the end; then from version 3 on the shares (see [`share_reports`]), in version 4
 //! after their length in four bytes, little-endian, otherwise up to the end; then in version 4 the
 //! figures for people (see [`api::figures`]) up to the end. Version 4 is sent once all members have
-//! said that they know it ([`formats::all_know_messages`]), and version 3 once all members have said that they know log format
+//! said that they know it ([`log_version::all_know_messages`]), and version 3 once all members have said that they know log format
 //! [`SHARES_SINCE_FORMAT`]. Before, a message while nothing waits has version 1, which every version
 //! can read; it implies an empty backlog.
 //!
@@ -28,9 +28,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::clocks::ClusterClocks;
-use super::formats::{self, SHARES_SINCE_FORMAT, VERSION_FIGURES, VERSION_SHARES};
+use super::intervals::every;
+use super::log_version::{self, SHARES_SINCE_FORMAT, VERSION_FIGURES, VERSION_SHARES};
 use super::machine::ApplyObserver;
-use super::ticks::every;
 
 /// Interval at which this replica's load and backlog are checked.
 const INTERVAL: Duration = Duration::from_millis(20);
@@ -229,7 +229,7 @@ pub(super) async fn tell(
         admission.pass_time();
         let now = Instant::now();
         let status = replica.status();
-        let sharers = formats::all_know(&status, SHARES_SINCE_FORMAT).then(|| others(&status));
+        let sharers = log_version::all_know(&status, SHARES_SINCE_FORMAT).then(|| others(&status));
         shares.turn(now, sharers.as_deref().unwrap_or_default());
         let share_report = sharers.map_or_else(Vec::new, |_| shares.report());
         let backlog = admission.report();
@@ -244,7 +244,7 @@ pub(super) async fn tell(
             None => continue,
         };
         let claim = digests.message();
-        let figures = match formats::all_know_messages(&status, VERSION_FIGURES) {
+        let figures = match log_version::all_know_messages(&status, VERSION_FIGURES) {
             true => figures.report(),
             false => Arc::default(),
         };

@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep};
 use super::engine::ComputedRequest;
 use super::kinds::{ClientKind, TOKENS};
 use super::{KindCounts, SoakPhase, SoakReport};
-use crate::processes::book::UserTotals;
+use crate::processes::client_ledger::UserTotals;
 use crate::processes::figures::ProcessFigures;
 use crate::processes::load::charged;
 use crate::processes::{ProcessCluster, until};

@@ -17,7 +17,7 @@ use state::ids::{ReplicaId, SessionId};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::ticks::every;
+use super::intervals::every;
 
 /// Silence after which everything open in a replica's session is closed. If the replica is gone,
 /// its requests are over. If it was only cut off, it continues in the same session when it returns.

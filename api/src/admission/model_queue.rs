@@ -8,7 +8,7 @@ use schemars::JsonSchema;
 use state::admission::{Overload, Queue, QueueSettings};
 use state::ids::Ticket;
 
-use super::entry::Waiter;
+use super::waiter::Waiter;
 use crate::figures::LongestWait;
 
 /// Requests of one model that wait at this replica.

@@ -24,13 +24,13 @@ use state::ids::Slot;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Proxy;
+use super::answer_usage::read_usage;
 use super::attempt::{
     AttemptError, AttemptResult, BootstrapSession, NotRun, OutgoingRequest, Post, attempt, note,
     post, read_refusal,
 };
 use super::bootstrap::{BootstrapRooms, RankOf, draw};
-use super::inspect::read_usage;
-use super::scan::value_of;
+use super::json_scan::value_of;
 use crate::backends::EngineUrl;
 use crate::backends::pool::{EngineBody, SendError};
 use crate::error::ProxyError;
