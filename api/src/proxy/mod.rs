@@ -9,10 +9,9 @@
 //! A client that stays but stops reading is treated alike after [`ProxyTimeouts::untaken`]. Until
 //! then its answer is read ahead, so that the engine's place is free when the engine is done.
 //!
-//! A client that shuts down only its sending side counts as gone: engines' time is too expensive
-//! for an answer that may have no reader, and no common HTTP client does this. The same holds for a
-//! client that pipelines requests; its disconnect is noticed when the previous answer has been
-//! written.
+//! A client that shuts down only its sending side counts as gone, because no common HTTP client does
+//! this and an engine's time is expensive. The same holds for a client that pipelines requests: its
+//! disconnect is noticed once the previous answer is written.
 //!
 //! `x-quorate-policy` chooses the policy where the config allows it, `x-quorate-session` (or what
 //! the policy's settings name) the backend under `session`, `x-quorate-priority` the priority among
