@@ -182,7 +182,7 @@ fn settle(
             prefill.answered(usage, now);
             match &params {
                 Some(_) => attempt.prefilled(prefill, usage, now),
-                None => attempt.computes_alone(),
+                None => attempt.kept(usage),
             }
             params
         }

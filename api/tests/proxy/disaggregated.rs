@@ -84,6 +84,23 @@ async fn a_prompt_is_computed_by_one_engine_answered_by_another_and_charged_once
     assert_eq!(tokens(&fleet.charged().await), [610, 400, 30]);
 }
 
+/// Engines with a shared store, whose connector hands nothing over: the second finds in its cache
+/// what the first computed for the same request.
+#[tokio::test]
+async fn a_prompt_that_is_computed_and_not_handed_over_is_charged_as_who_computed_more_of_it() {
+    for (cached_by_the_second, charged) in [(1009, [610, 400, 30]), (100, [910, 100, 30])] {
+        let (computed, _) = COMPUTED.split_once(",\"kv_transfer_params\"").unwrap();
+        let computed = format!("{computed}}}");
+        let answered = ANSWERED.replace("1009", &cached_by_the_second.to_string());
+        let computing = Engine::always(vec![whole("200 OK", &computed)]).await;
+        let answering = Engine::always(vec![whole("200 OK", &answered)]).await;
+        let fleet = apart(&[&computing, &answering]).await;
+        assert_eq!(fleet.client().await.ask(long("")).await.status, 200);
+        fleet.is_idle().await;
+        assert_eq!(tokens(&fleet.charged().await), charged);
+    }
+}
+
 #[tokio::test]
 async fn a_stream_comes_from_the_engine_that_answers() {
     let computing = Engine::always(vec![whole("200 OK", COMPUTED)]).await;

@@ -78,6 +78,9 @@ pub(super) struct OpenAttempt {
     prompt: PromptSize,
     /// The stage at another backend, which computes the prompt; `None`: this one does.
     prefill: Option<PrefillStage>,
+    /// Maximum prompt tokens that are charged as cached: what a prefill backend found cached that
+    /// computed the prompt without handing it over. `None` if there was none.
+    cached_max: Option<u64>,
     usage: Option<Usage>,
     /// What the answer looks like; `None`: it did not begin.
     form: Option<AnswerForm>,
@@ -195,6 +198,7 @@ impl Dispatcher {
             reply: ReplyChain::of(identity),
             prompt,
             prefill,
+            cached_max: None,
             usage: None,
             form: None,
             unreported_bytes: 0,
@@ -560,6 +564,7 @@ impl OpenAttempt {
                 true => self.prompt.predicted,
                 false => 0,
             })
+            .min(self.cached_max.unwrap_or(u64::MAX))
             .min(usage.prompt_tokens);
         let uncached = usage.prompt_tokens - cached;
         let charged = &self.charged;

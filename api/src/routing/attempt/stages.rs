@@ -91,6 +91,16 @@ impl Attempt {
         }
     }
 
+    /// The prefill backend computed the prompt, with this report, and did not hand it over. This
+    /// attempt's backend computes it too, or finds it in a cache that both share. The prompt is
+    /// charged once, as the backend that had less of it cached reports.
+    pub fn kept(&mut self, usage: Option<Usage>) {
+        self.computes_alone();
+        if let Some(open) = &mut self.open {
+            open.cached_max = usage.and_then(|usage| usage.cached_tokens);
+        }
+    }
+
     /// The prompt was not computed elsewhere: this attempt's backend computes it.
     pub fn computes_alone(&mut self) {
         let Some(open) = &mut self.open else { return };
