@@ -411,6 +411,20 @@ impl ResponseBody {
     }
 }
 
+impl Drop for ResponseBody {
+    /// A client that hangs up after `[DONE]` has a complete response, although the end of the
+    /// engine's body did not pass.
+    fn drop(&mut self) {
+        if !self.is_over && !self.withheld.is_on() && self.content.is_done() {
+            let outcome = self.content.outcome();
+            self.accounting.end(AttemptEnd::Finished, outcome);
+            if self.ahead.is_empty() {
+                self.accounting.settle();
+            }
+        }
+    }
+}
+
 impl ResponseBody {
     /// The next piece of the engine's answer, as it goes on to the client.
     fn poll_engine(&mut self, cx: &mut Context<'_>) -> Poll<Option<AnswerPiece>> {

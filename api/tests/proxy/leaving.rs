@@ -7,7 +7,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 
 use super::client::chat;
-use super::engine::{Engine, Step, chunk, delta, stream_head};
+use super::engine::{DONE, Engine, Step, chunk, delta, stream_head};
 use super::fleet::{Fleet, eventually};
 
 async fn is_left(engine: &Engine, fleet: &Fleet) {
@@ -41,6 +41,21 @@ async fn leaving_in_mid_stream_closes_the_engines_connection() {
     drop(client);
     is_left(&engine, &fleet).await;
     assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 1);
+}
+
+/// OpenAI's SDK closes its connection at `[DONE]`, which may be before the end of the body.
+#[tokio::test]
+async fn leaving_after_the_last_event_is_no_leaving() {
+    let events = [delta("a", 1).as_str(), DONE].concat();
+    let engine = Engine::always(vec![stream_head(), chunk(&events), Step::Hang]).await;
+    let fleet = Fleet::start(&[&engine]).await;
+    let mut client = fleet.client().await;
+    client.send(chat(",\"stream\":true")).await;
+    client.read_until("[DONE]").await;
+    drop(client);
+    is_left(&engine, &fleet).await;
+    assert_eq!(fleet.count(RequestOutcome::ClientLeft, 200), 0);
+    assert_eq!(fleet.count(RequestOutcome::Finished, 200), 1);
 }
 
 #[tokio::test]
