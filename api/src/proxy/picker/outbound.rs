@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout};
 use tonic::Status;
 
 use super::ext_proc::body_mutation::Mutation;
-use super::ext_proc::processing_response::Response as LoggedLines;
+use super::ext_proc::processing_response::Response as Reply;
 use super::ext_proc::{
     BodyMutation, BodyResponse, BodySendMode, CommonResponse, HeaderMutation, HeadersResponse,
     HttpStatus, ImmediateResponse, ProcessingMode, ProcessingResponse, StreamedBodyResponse,
@@ -32,14 +32,14 @@ pub(super) struct PickerMessages {
 
 impl PickerMessages {
     /// Sends a message, as soon as the gateway takes it.
-    pub(super) async fn send(&self, said: LoggedLines) -> Result<(), StreamHalt> {
+    pub(super) async fn send(&self, said: Reply) -> Result<(), StreamHalt> {
         self.send_with(said, None).await
     }
 
     /// The same with metadata.
     pub(super) async fn send_with(
         &self,
-        said: LoggedLines,
+        said: Reply,
         dynamic_metadata: Option<Struct>,
     ) -> Result<(), StreamHalt> {
         let message = ProcessingResponse {
@@ -59,7 +59,7 @@ impl PickerMessages {
             BodyMode::Buffered => BodySendMode::Buffered,
         };
         let message = ProcessingResponse {
-            response: Some(LoggedLines::RequestHeaders(HeadersResponse::default())),
+            response: Some(Reply::RequestHeaders(HeadersResponse::default())),
             dynamic_metadata: None,
             mode_override: Some(ProcessingMode {
                 request_body_mode: BodySendMode::Buffered.into(),
@@ -73,7 +73,7 @@ impl PickerMessages {
     /// may keep an engine waiting, over the whole answer.
     pub(super) async fn send_within(
         &self,
-        said: LoggedLines,
+        said: Reply,
         left: &mut Duration,
     ) -> Result<(), StreamHalt> {
         let since = Instant::now();
@@ -107,18 +107,18 @@ pub(super) enum BodyOf {
 
 impl BodyOf {
     /// The answer to a piece.
-    fn said(self, common: CommonResponse) -> LoggedLines {
+    fn said(self, common: CommonResponse) -> Reply {
         let body = BodyResponse {
             response: Some(common),
         };
         match self {
-            Self::Request => LoggedLines::RequestBody(body),
-            Self::Answer => LoggedLines::ResponseBody(body),
+            Self::Request => Reply::RequestBody(body),
+            Self::Answer => Reply::ResponseBody(body),
         }
     }
 
     /// A piece of a body that streams in both directions by itself.
-    pub(super) fn piece(self, body: Bytes, end_of_stream: bool) -> LoggedLines {
+    pub(super) fn piece(self, body: Bytes, end_of_stream: bool) -> Reply {
         let mutation = Mutation::StreamedResponse(StreamedBodyResponse {
             body,
             end_of_stream,
@@ -127,7 +127,7 @@ impl BodyOf {
     }
 
     /// What becomes of one piece that was sent.
-    pub(super) fn replaced(self, body: Bytes, headers: Option<HeaderMutation>) -> LoggedLines {
+    pub(super) fn replaced(self, body: Bytes, headers: Option<HeaderMutation>) -> Reply {
         let mutation = match body.is_empty() {
             true => Mutation::ClearBody(true),
             false => Mutation::Body(body),
@@ -147,8 +147,8 @@ fn changed(mutation: Mutation, headers: Option<HeaderMutation>) -> CommonRespons
 }
 
 /// What becomes of the head of a request, whose route is to be looked up anew.
-pub(super) fn request_head(headers: HeaderMutation) -> LoggedLines {
-    LoggedLines::RequestHeaders(HeadersResponse {
+pub(super) fn request_head(headers: HeaderMutation) -> Reply {
+    Reply::RequestHeaders(HeadersResponse {
         response: Some(CommonResponse {
             header_mutation: Some(headers),
             body_mutation: None,
@@ -158,8 +158,8 @@ pub(super) fn request_head(headers: HeaderMutation) -> LoggedLines {
 }
 
 /// What becomes of the head of an answer.
-pub(super) fn answer_head(headers: HeaderMutation) -> LoggedLines {
-    LoggedLines::ResponseHeaders(HeadersResponse {
+pub(super) fn answer_head(headers: HeaderMutation) -> Reply {
+    Reply::ResponseHeaders(HeadersResponse {
         response: Some(CommonResponse {
             header_mutation: Some(headers),
             body_mutation: None,
@@ -169,19 +169,19 @@ pub(super) fn answer_head(headers: HeaderMutation) -> LoggedLines {
 }
 
 /// The trailers of a request pass.
-pub(super) fn request_trailers() -> LoggedLines {
-    LoggedLines::RequestTrailers(TrailersResponse::default())
+pub(super) fn request_trailers() -> Reply {
+    Reply::RequestTrailers(TrailersResponse::default())
 }
 
 /// The trailers of an answer pass.
-pub(super) fn answer_trailers() -> LoggedLines {
-    LoggedLines::ResponseTrailers(TrailersResponse::default())
+pub(super) fn answer_trailers() -> Reply {
+    Reply::ResponseTrailers(TrailersResponse::default())
 }
 
 /// An answer that is made here.
-pub(super) fn immediate(answer: Response<Bytes>, details: &str) -> LoggedLines {
+pub(super) fn immediate(answer: Response<Bytes>, details: &str) -> Reply {
     let (head, body) = answer.into_parts();
-    LoggedLines::ImmediateResponse(ImmediateResponse {
+    Reply::ImmediateResponse(ImmediateResponse {
         status: Some(HttpStatus {
             code: i32::from(head.status.as_u16()),
         }),

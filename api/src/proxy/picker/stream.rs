@@ -16,7 +16,7 @@ use tonic::Status;
 use super::answers::StreamEnd;
 use super::ext_proc::HeadersResponse;
 use super::ext_proc::processing_request::Request;
-use super::ext_proc::processing_response::Response as LoggedLines;
+use super::ext_proc::processing_response::Response as Reply;
 use super::inbound::{GatewayMessages, StreamHalt, UploadedBody, out_of_turn, override_ignored};
 use super::metrics::{PickedOutcome, ServedBy};
 use super::offer::EndpointOffer;
@@ -366,7 +366,7 @@ impl PickerStream {
                 BodyMode::Duplex | BodyMode::StreamedEarly => {}
                 BodyMode::Streamed => self.out.ask_for_whole(modes.answers).await?,
                 BodyMode::Buffered => {
-                    let passes = LoggedLines::RequestHeaders(HeadersResponse::default());
+                    let passes = Reply::RequestHeaders(HeadersResponse::default());
                     self.out.send(passes).await?;
                 }
             }
@@ -490,7 +490,7 @@ impl PickerStream {
         (decision, mut attempt, wanted): (&Decision, Attempt, WantedUsage),
         head: &AnswerHead,
         books: &mut StreamAccounting,
-    ) -> (RelayedAnswer, LoggedLines) {
+    ) -> (RelayedAnswer, Reply) {
         let proxy = &self.picker.proxy;
         let (writer, body) = handed();
         if head.is_over {
