@@ -27,7 +27,7 @@ fn read_page(criterion: &mut Criterion) {
     group.finish();
 }
 
-fn glance(criterion: &mut Criterion) {
+fn flags(criterion: &mut Criterion) {
     let backends = Backends::new(ProbeSettings::default());
     let health = Health {
         is_healthy: true,
@@ -43,11 +43,11 @@ fn glance(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("health");
     for slots in [8u16, 1024] {
         group.throughput(Throughput::Elements(slots.into()));
-        group.bench_function(format!("glance-at-{slots}"), |bench| {
+        group.bench_function(format!("flags-at-{slots}"), |bench| {
             bench.iter(|| {
                 (0..slots)
-                    .filter_map(|slot| backends.glance(black_box(Slot(slot))))
-                    .filter(|glance| glance.is_healthy)
+                    .filter_map(|slot| backends.health_flags(black_box(Slot(slot))))
+                    .filter(|flags| flags.is_healthy)
                     .count()
             });
         });
@@ -63,5 +63,5 @@ fn glance(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, read_page, glance);
+criterion_group!(benches, read_page, flags);
 criterion_main!(benches);

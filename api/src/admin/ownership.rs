@@ -12,7 +12,6 @@ use state::ids::{BlockHash, LogIndex, Slot};
 use super::answer::{Answer, PathParam, QueryParams, ReadQuery, at_level};
 use super::problem::invalid;
 use super::{Admin, AdminState};
-use crate::backends::named_models;
 use crate::error::Problem;
 
 #[derive(Serialize, JsonSchema)]
@@ -83,7 +82,7 @@ pub(super) async fn counts(
 fn by_model(registry: &Registry, owned: impl Fn(Slot) -> u64) -> Vec<ModelOwnership> {
     let mut models: BTreeMap<&str, ModelOwnership> = BTreeMap::new();
     for backend in &registry.backends {
-        let served: BTreeSet<&str> = named_models(backend).collect();
+        let served: BTreeSet<&str> = backend.named_models().collect();
         let (blocks, is_shared) = (owned(backend.handle.slot), served.len() > 1);
         for model in served {
             let counts = models.entry(model).or_default();

@@ -23,8 +23,8 @@ impl Backends {
         if backend.spec.role == BackendRole::Both {
             return false;
         }
-        let glance = self.glance(backend.handle.slot);
-        glance.is_some_and(|glance| glance.meets_in_rooms)
+        let flags = self.health_flags(backend.handle.slot);
+        flags.is_some_and(|flags| flags.meets_in_rooms)
             || backend.spec.labels.contains_key(BOOTSTRAP_PORT_LABEL)
     }
 

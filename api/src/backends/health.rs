@@ -264,7 +264,7 @@ impl ProbeRecord {
     }
 
     /// Returns the part that a decision needs.
-    pub(crate) fn glance(&self) -> HealthFlags {
+    pub(crate) fn flags(&self) -> HealthFlags {
         HealthFlags {
             is_healthy: self.is_healthy,
             is_doubtful: !self.is_healthy && self.fault == Some(Fault::Unwell),
@@ -330,9 +330,9 @@ impl HealthTable {
 
     /// Returns the figures for a decision; `None` if the slot is empty.
     #[inline]
-    pub(crate) fn glance(&self, slot: Slot) -> Option<HealthFlags> {
-        let glance = self.glances.get(usize::from(slot.0))?;
-        HealthFlags::unpack(glance.load(Ordering::Acquire))
+    pub(crate) fn flags(&self, slot: Slot) -> Option<HealthFlags> {
+        let flags = self.glances.get(usize::from(slot.0))?;
+        HealthFlags::unpack(flags.load(Ordering::Acquire))
     }
 
     pub(crate) fn health(&self, slot: Slot) -> Option<Arc<Health>> {
@@ -395,7 +395,7 @@ impl HealthTable {
 
     fn publish(&self, slot: Slot, cell: &HealthCell, tenant: &Occupant) {
         let record = tenant.record.as_ref();
-        let word = record.map_or(0, |record| record.glance().pack());
+        let word = record.map_or(0, |record| record.flags().pack());
         cell.health
             .store(record.map(|record| Arc::new(record.health())));
         self.glances[usize::from(slot.0)].store(word, Ordering::Release);
@@ -426,9 +426,9 @@ mod tests {
     #[test]
     fn two_failures_in_a_row_make_unhealthy_and_one_success_healthy() {
         let board = HealthTable::new(1);
-        assert_eq!(board.glance(S), None);
+        assert_eq!(board.flags(S), None);
         let tenancy = Some(board.register(S, "a"));
-        assert!(!board.glance(S).unwrap().is_healthy);
+        assert!(!board.flags(S).unwrap().is_healthy);
         assert_eq!(board.update(S, tenancy, ProbeRecord::passed), Some(true));
         assert_eq!(board.update(S, tenancy, |r| r.failed("one".into())), None);
         assert_eq!(board.update(S, tenancy, ProbeRecord::passed), None);
@@ -447,7 +447,7 @@ mod tests {
     #[test]
     fn only_a_probe_that_was_not_refused_is_doubtful() {
         let board = HealthTable::new(1);
-        let is_doubtful = || board.glance(S).unwrap().is_doubtful;
+        let is_doubtful = || board.flags(S).unwrap().is_doubtful;
         let tenancy = Some(board.register(S, "a"));
         assert!(!is_doubtful(), "not probed yet");
         board.update(S, tenancy, ProbeRecord::passed);
@@ -466,8 +466,8 @@ mod tests {
         for _ in 0..FAILURES_MAX {
             board.update(S, None, |r| r.failed("a request failed".into()));
         }
-        let glance = board.glance(S).unwrap();
-        assert!(!glance.is_healthy && !glance.is_doubtful, "requests failed");
+        let flags = board.flags(S).unwrap();
+        assert!(!flags.is_healthy && !flags.is_doubtful, "requests failed");
     }
 
     #[test]
@@ -521,7 +521,7 @@ mod tests {
         assert_eq!(place(&record), AdapterPlace::Room);
         record.scraped(told(&["b", "c"]));
         assert_eq!(place(&record), AdapterPlace::Other);
-        assert!(record.glance().has_adapters);
+        assert!(record.flags().has_adapters);
     }
 
     proptest! {
@@ -536,14 +536,14 @@ mod tests {
             running: u32,
             kv_usage_permille in 0u32..=1000,
         ) {
-            let glance = HealthFlags {
+            let flags = HealthFlags {
                 is_healthy, is_doubtful, has_adapters, knows_salts, meets_in_rooms,
                 waiting, running, kv_usage_permille,
             };
-            prop_assert_eq!(HealthFlags::unpack(glance.pack()).unwrap(), HealthFlags {
+            prop_assert_eq!(HealthFlags::unpack(flags.pack()).unwrap(), HealthFlags {
                 waiting: waiting.min(HealthFlags::COUNT_MAX),
                 running: running.min(HealthFlags::COUNT_MAX),
-                ..glance
+                ..flags
             });
         }
     }

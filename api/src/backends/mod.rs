@@ -68,8 +68,6 @@ pub(crate) use panic::Doubt;
 pub use slot_table::{Occupancy, SlotTable};
 pub use url::{EngineUrl, EngineUrlError};
 
-pub(crate) use panic::named_models;
-
 use cache_reports::CacheReports;
 use circuit::CircuitBreakers;
 use health::HealthTable;
@@ -256,7 +254,9 @@ impl Backends {
     /// Records that a request for `model` was sent to the engine in `slot`, which loads it if it is
     /// an adapter. A load, where engines tell of no adapters.
     pub(crate) fn sent(&self, slot: Slot, model: &str) {
-        let has_adapters = self.glance(slot).is_some_and(|glance| glance.has_adapters);
+        let has_adapters = self
+            .health_flags(slot)
+            .is_some_and(|flags| flags.has_adapters);
         if has_adapters && self.adapter_place(slot, model) != AdapterPlace::Resident {
             self.board.update(slot, None, |record| record.sent(model));
         }
@@ -266,8 +266,8 @@ impl Backends {
     /// shared write. `None` if `slot` is empty.
     #[inline]
     #[must_use]
-    pub fn glance(&self, slot: Slot) -> Option<HealthFlags> {
-        self.board.glance(slot)
+    pub fn health_flags(&self, slot: Slot) -> Option<HealthFlags> {
+        self.board.flags(slot)
     }
 
     /// Whether the engine of `backend` keeps cached blocks of different `cache_salt`s apart: as its
@@ -283,8 +283,8 @@ impl Backends {
             Some("true") => true,
             Some("false") => false,
             _ => {
-                let glance = self.glance(backend.handle.slot);
-                glance.is_some_and(|glance| glance.knows_salts)
+                let flags = self.health_flags(backend.handle.slot);
+                flags.is_some_and(|flags| flags.knows_salts)
             }
         }
     }
@@ -310,7 +310,7 @@ impl Backends {
     /// Records that a request failed to connect or was cut off. It counts as a failed probe, so
     /// that a dead engine is passed over before the next probe, which follows at once.
     pub fn report_failure(&self, slot: Slot) {
-        if self.glance(slot).is_none() {
+        if self.health_flags(slot).is_none() {
             return;
         }
         let turned = self.board.update(slot, None, |record| {

@@ -41,12 +41,12 @@ impl Backends {
     #[must_use]
     pub fn panicking(&self, registry: &Registry) -> BTreeSet<String> {
         let now = Instant::now();
-        let glance = |it: &Backend| self.glance(it.handle.slot);
-        let is_doubtful = |it: &Backend| glance(it).is_some_and(|it| it.is_doubtful);
+        let flags = |it: &Backend| self.health_flags(it.handle.slot);
+        let is_doubtful = |it: &Backend| flags(it).is_some_and(|it| it.is_doubtful);
         if !registry.backends.iter().any(is_doubtful) {
             return BTreeSet::new();
         }
-        let named = registry.backends.iter().flat_map(named_models);
+        let named = registry.backends.iter().flat_map(Backend::named_models);
         let models: BTreeSet<&str> = named.chain([UNNAMED]).collect();
         let panicking = models
             .into_iter()
@@ -62,16 +62,16 @@ impl Backends {
     /// doubted for one of its models, so that it may at least be tried.
     #[must_use]
     pub fn is_up(&self, registry: &Registry, backend: &Backend) -> bool {
-        let Some(glance) = self.glance(backend.handle.slot) else {
+        let Some(flags) = self.health_flags(backend.handle.slot) else {
             return false;
         };
         let now = Instant::now();
         let is_needed = |model| {
             let doubt = self.doubt(registry, model, now);
-            self.is_doubted(backend, glance, doubt, now)
+            self.is_doubted(backend, flags, doubt, now)
         };
-        glance.is_healthy
-            || glance.is_doubtful && named_models(backend).chain([UNNAMED]).any(is_needed)
+        flags.is_healthy
+            || flags.is_doubtful && backend.named_models().chain([UNNAMED]).any(is_needed)
     }
 
     /// Whether, and for whom, the probes of the backends that serve `model` are doubted.
@@ -79,16 +79,16 @@ impl Backends {
         let (mut healthy, mut doubtful) = (0, 0);
         let (mut is_answering, mut is_known) = (false, false);
         for backend in &registry.backends {
-            let Some(glance) = self.glance(backend.handle.slot) else {
+            let Some(flags) = self.health_flags(backend.handle.slot) else {
                 continue;
             };
             if backend.draining || !backend.serves(model) {
                 continue;
             }
-            healthy += usize::from(glance.is_healthy);
-            doubtful += usize::from(glance.is_doubtful);
-            is_answering |= self.is_doubted(backend, glance, Doubt::Answering, now);
-            is_known |= self.is_doubted(backend, glance, Doubt::Tried, now);
+            healthy += usize::from(flags.is_healthy);
+            doubtful += usize::from(flags.is_doubtful);
+            is_answering |= self.is_doubted(backend, flags, Doubt::Answering, now);
+            is_known |= self.is_doubted(backend, flags, Doubt::Tried, now);
         }
         if !self.are_below_threshold(healthy, doubtful) {
             Doubt::Nobody
@@ -105,29 +105,15 @@ impl Backends {
     pub(crate) fn is_doubted(
         &self,
         backend: &Backend,
-        glance: HealthFlags,
+        flags: HealthFlags,
         doubt: Doubt,
         now: Instant,
     ) -> bool {
-        glance.is_doubtful
+        flags.is_doubtful
             && match doubt {
                 Doubt::Nobody => false,
                 Doubt::Answering => self.answered_lately(backend.handle, now),
                 Doubt::Tried => self.has_answered(backend.handle),
             }
     }
-}
-
-/// Iterates over the models named by the operator or, with `"*"`, by the engine.
-pub(crate) fn named_models(backend: &Backend) -> impl Iterator<Item = &str> {
-    let models = &backend.spec.models;
-    let is_any = models.iter().any(|model| model == "*");
-    let listed = backend
-        .facts
-        .models
-        .iter()
-        .flatten()
-        .filter(move |_| is_any);
-    let named = models.iter().filter(|model| *model != "*");
-    named.chain(listed).map(String::as_str)
 }

@@ -143,7 +143,7 @@ impl Bench {
         let what = format!("healthy = {is_healthy}");
         self.until(&what, |backends| {
             backends
-                .glance(Slot(0))
+                .health_flags(Slot(0))
                 .is_some_and(|g| g.is_healthy == is_healthy)
         })
         .await;
@@ -209,7 +209,9 @@ async fn a_vllm_engine_becomes_healthy_and_is_described() {
     bench.until_healthy(true).await;
     bench
         .until("figures", |backends| {
-            backends.glance(Slot(0)).is_some_and(|g| g.waiting == 3)
+            backends
+                .health_flags(Slot(0))
+                .is_some_and(|g| g.waiting == 3)
         })
         .await;
     let health = bench.backends.health(Slot(0)).unwrap();
@@ -357,7 +359,7 @@ async fn a_failure_seen_by_a_request_brings_the_next_probe_forward() {
     let before = bench.backends.record(Slot(0)).unwrap().probes_total;
     bench.backends.report_failure(Slot(0));
     bench.backends.report_failure(Slot(0));
-    assert!(!bench.backends.glance(Slot(0)).unwrap().is_healthy);
+    assert!(!bench.backends.health_flags(Slot(0)).unwrap().is_healthy);
     bench.until_healthy(true).await;
     assert!(bench.backends.record(Slot(0)).unwrap().probes_total > before);
 }
@@ -449,7 +451,7 @@ async fn garbage_and_silence_are_failures() {
                         .is_some_and(|detail| detail.starts_with(expected))
             })
             .await;
-        assert!(!bench.backends.glance(Slot(0)).unwrap().is_healthy);
+        assert!(!bench.backends.health_flags(Slot(0)).unwrap().is_healthy);
     }
 }
 

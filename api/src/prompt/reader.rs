@@ -18,6 +18,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
+use state::Backend;
 use state::StateView;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
@@ -30,7 +31,7 @@ use super::{
     FormFields, ModelSettings, ParsedBody, Prompt, PromptIdentity, ReplyShape, SpecialTokenCount,
     TokenizeRequest, Tokenizer, TokenizerContent, Truncation, parse_routed, question,
 };
-use crate::backends::{Backends, named_models};
+use crate::backends::Backends;
 
 /// Longest body that is parsed and hashed where it arrives, in bytes; longer ones would keep other
 /// connections of the same thread waiting and go to the blocking pool.
@@ -247,7 +248,7 @@ impl PromptReader {
     /// The model that all backends serve, if there is no other.
     fn only_model(&self) -> Option<String> {
         let registry = self.view.registry();
-        let mut models = registry.backends.iter().flat_map(named_models);
+        let mut models = registry.backends.iter().flat_map(Backend::named_models);
         let first = models.next()?;
         models.all(|other| other == first).then(|| first.to_owned())
     }

@@ -461,7 +461,7 @@ impl Proxy {
         drop(ids);
         *user = Some(read.user.key(self.requests.hash_seed()));
         let model = &read.parsed.model;
-        let is_served = || models::is_served(&self.view.registry(), model);
+        let is_served = || self.view.registry().names_model(model);
         ledger.is_for(self.metrics.models.meter(model, is_served));
         if let Some(trace) = &trace {
             trace.asks(&read.traced(path));

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use state::{Backend, Registry};
 
-use crate::backends::{Backends, named_models};
+use crate::backends::Backends;
 
 #[derive(Serialize)]
 struct ModelListBody<'a> {
@@ -67,7 +67,7 @@ fn union<'a>(registry: &'a Registry, backends: &Backends) -> BTreeMap<&'a str, M
     let mut models: BTreeMap<&str, ModelEntry<'_>> = BTreeMap::new();
     let is_serving = |it: &&Backend| !it.draining && backends.is_up(registry, it);
     for backend in registry.backends.iter().filter(is_serving) {
-        for model in named_models(backend) {
+        for model in backend.named_models() {
             let entry = models.entry(model);
             let entry = entry.or_insert_with(|| ModelEntry::new(model));
             entry.add(backend, backends);
@@ -111,12 +111,6 @@ pub(super) fn one(registry: &Registry, backends: &Backends, id: &str) -> Option<
 /// A model's name as an error repeats it.
 pub(super) fn shown_model(model: &str) -> String {
     model[..model.floor_char_boundary(state::command::NAME_BYTES_MAX)].to_owned()
-}
-
-/// Whether a registered backend names the model, or lists it where it serves all that it lists.
-pub(super) fn is_served(registry: &Registry, model: &str) -> bool {
-    let mut backends = registry.backends.iter();
-    backends.any(|backend| named_models(backend).any(|named| named == model))
 }
 
 /// Tokens of a model's longest prompt: what its engines say, and what fits their caches at

@@ -220,7 +220,7 @@ impl Decider {
 
     /// A backend before anything is known of its part in the decision.
     fn seen(&self, backend: &Backend, now: Instant) -> ExplainedBackend {
-        let glance = self.backends.glance(backend.handle.slot);
+        let flags = self.backends.health_flags(backend.handle.slot);
         ExplainedBackend {
             id: backend.spec.id.clone(),
             backend: backend.handle,
@@ -230,9 +230,9 @@ impl Decider {
             matched: 0,
             here: self.load.here(backend.handle),
             cluster: self.load.cluster(backend.handle, now),
-            engine_waiting: glance.map(|glance| glance.waiting),
-            engine_running: glance.map(|glance| glance.running),
-            kv_usage_permille: glance.map(|glance| glance.kv_usage_permille),
+            engine_waiting: flags.map(|flags| flags.waiting),
+            engine_running: flags.map(|flags| flags.running),
+            kv_usage_permille: flags.map(|flags| flags.kv_usage_permille),
             free_blocks: None,
             is_model_listed: None,
             circuit: self.backends.circuit(backend.handle, now),

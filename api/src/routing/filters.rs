@@ -252,20 +252,20 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             .add_many(FilterVerdict::OtherModel, others);
         let mut refusal = RoutingRejection::UnknownModel;
         for backend in serving {
-            let glance = self.decider.backends.glance(backend.handle.slot);
-            let verdict = self.verdict(backend, glance, ejected);
+            let flags = self.decider.backends.health_flags(backend.handle.slot);
+            let verdict = self.verdict(backend, flags, ejected);
             (self.seen)(backend.at, verdict);
             self.scratch.tally.add(verdict);
-            match (verdict, glance) {
-                (FilterVerdict::Candidate, Some(glance)) => {
+            match (verdict, flags) {
+                (FilterVerdict::Candidate, Some(flags)) => {
                     self.scratch.places.push(backend.at);
-                    self.scratch.has_adapters |= glance.has_adapters;
+                    self.scratch.has_adapters |= flags.has_adapters;
                     self.scratch.has_rooms |= self.needs_another(backend);
                     self.scratch.has_listed |= backend.is_listed;
                     self.scratch.candidates.push(Candidate {
                         slot: backend.handle.slot,
-                        waiting: glance.waiting,
-                        kv_usage_permille: glance.kv_usage_permille,
+                        waiting: flags.waiting,
+                        kv_usage_permille: flags.kv_usage_permille,
                         is_model_listed: backend.is_listed,
                         ..Candidate::default()
                     });
@@ -302,14 +302,14 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
     fn verdict(
         &self,
         backend: &ServingBackend,
-        glance: Option<HealthFlags>,
+        flags: Option<HealthFlags>,
         ejected: Ejection,
     ) -> FilterVerdict {
         let user = || user_of(self.fleet, self.ask);
-        let is_up = |glance: HealthFlags| {
+        let is_up = |flags: HealthFlags| {
             let (backends, doubt) = (&self.decider.backends, self.scratch.doubt);
-            let doubted = || backends.is_doubted(self.registered(backend), glance, doubt, self.now);
-            glance.is_healthy || doubted()
+            let doubted = || backends.is_doubted(self.registered(backend), flags, doubt, self.now);
+            flags.is_healthy || doubted()
         };
         let is_open = |handle: BackendRef| match ejected {
             Ejection::All => !self.decider.backends.is_let_through(handle, user, self.now),
@@ -324,7 +324,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
             FilterVerdict::NotOffered
         } else if self.ask.excluded.contains(&backend.handle.slot) {
             FilterVerdict::Tried
-        } else if !glance.is_some_and(is_up) {
+        } else if !flags.is_some_and(is_up) {
             FilterVerdict::Unhealthy
         } else if backend.is_draining && !planted::is(Bug::DrainingChosen) {
             FilterVerdict::Draining

@@ -8,7 +8,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use state::Registry;
 
 use super::metrics::RoutingMetrics;
-use crate::backends::named_models;
 
 /// Models in panic mode as they were last seen.
 #[derive(Default)]
@@ -33,8 +32,7 @@ impl PanicModes {
         if !is_panic && self.count.load(Relaxed) == 0 {
             return;
         }
-        let mut named = registry.backends.iter().flat_map(named_models);
-        if named.any(|name| name == model) {
+        if registry.names_model(model) {
             self.tell(model, is_panic);
         }
     }

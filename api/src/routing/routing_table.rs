@@ -17,7 +17,7 @@ use super::RoutingRequest;
 use super::endpoints::endpoint_of;
 use super::metrics::{BackendMeter, RoutingMetrics};
 use super::verdict::{FilterCounts, FilterVerdict};
-use crate::backends::{Doubt, named_models};
+use crate::backends::Doubt;
 
 /// The registry with what decisions need beside it.
 pub(super) struct RoutingTable {
@@ -102,8 +102,7 @@ impl RoutingTable {
         }
         let serving = self.find_serving(model);
         // What no backend names is not remembered, as clients can ask for anything.
-        let mut named = self.registry.backends.iter().flat_map(named_models);
-        if named.any(|named| named == model) && known.len() < SERVED_MODELS_MAX {
+        if self.registry.names_model(model) && known.len() < SERVED_MODELS_MAX {
             self.serving.rcu(|known| {
                 let mut known = BTreeMap::clone(known);
                 known.insert(model.to_owned(), Arc::from(&*serving));

@@ -55,7 +55,7 @@ async fn requests_and_probes_go_below_the_path_of_the_url() {
     let is_healthy = || {
         fleet
             .backends
-            .glance(backend.slot)
+            .health_flags(backend.slot)
             .is_some_and(|it| it.is_healthy)
     };
     eventually("it is healthy", is_healthy).await;
@@ -99,8 +99,8 @@ async fn nothing_is_sent_to_an_address_that_is_not_allowed() {
     fleet.apply(at(format!("http://localhost:{port}")));
     let slot = fleet.backend(0).slot;
     let is_healthy = |expected: bool| {
-        let glance = fleet.backends.glance(slot);
-        glance.is_some_and(|it| it.is_healthy == expected)
+        let flags = fleet.backends.health_flags(slot);
+        flags.is_some_and(|it| it.is_healthy == expected)
     };
     let by_name = format!("host: localhost:{port}\r\n");
     let is_probed = || engine.requests().iter().any(|it| it.contains(&by_name));

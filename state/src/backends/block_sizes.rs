@@ -91,11 +91,11 @@ impl BlockSizes {
         if !self.by_engine.contains_key(&slot) {
             return Vec::new();
         }
-        let own: BTreeSet<&str> = names(backend).collect();
+        let own: BTreeSet<&str> = backend.named_models().collect();
         let mut sizes: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
         for other in backends.iter() {
             if let Some(size) = self.of_engine(other.handle.slot) {
-                for name in names(other).filter(|name| own.contains(name)) {
+                for name in other.named_models().filter(|name| own.contains(name)) {
                     sizes.entry(name).or_default().push(size);
                 }
             }
@@ -127,7 +127,7 @@ impl BlockSizes {
 
     fn set(&mut self, model: &str, size: u32, backends: &Backends) {
         if self.by_model.len() >= SIZED_MODELS_MAX && !self.by_model.contains_key(model) {
-            let served: BTreeSet<&str> = backends.iter().flat_map(names).collect();
+            let served: BTreeSet<&str> = backends.iter().flat_map(Backend::named_models).collect();
             self.by_model.retain(|model, _| served.contains(&**model));
             if self.by_model.len() >= SIZED_MODELS_MAX {
                 return;
@@ -151,16 +151,6 @@ impl BlockSizes {
             None => Ok(()),
         }
     }
-}
-
-/// Returns the models that a backend serves, by its description or its engine's list.
-fn names(backend: &Backend) -> impl Iterator<Item = &str> {
-    let described = backend.spec.models.iter().map(String::as_str);
-    let is_any = backend.spec.models.iter().any(|model| model == "*");
-    let listed = backend.facts.models.iter().flatten().map(String::as_str);
-    described
-        .filter(|model| *model != "*")
-        .chain(listed.filter(move |_| is_any))
 }
 
 fn common_divisor(a: u32, b: u32) -> u32 {

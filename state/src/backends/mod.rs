@@ -58,6 +58,17 @@ impl Backend {
         listed.is_some_and(|listed| listed.iter().any(|listed| listed == model))
     }
 
+    /// Iterates over the models that the backend names: those of its description or, with `"*"`,
+    /// those that its engine lists.
+    pub fn named_models(&self) -> impl Iterator<Item = &str> {
+        let models = &self.spec.models;
+        let is_any = models.iter().any(|model| model == "*");
+        let named = models.iter().filter(|model| *model != "*");
+        let listed = self.facts.models.iter().flatten();
+        let listed = listed.filter(move |_| is_any);
+        named.chain(listed).map(String::as_str)
+    }
+
     /// Whether the backend serves `model`, according to its description or, with `"*"`, to the
     /// engine's own list. An engine that has not been probed yet may serve any model.
     #[must_use]

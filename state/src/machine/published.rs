@@ -353,6 +353,13 @@ impl Registry {
         }
     }
 
+    /// Whether a backend [names](Backend::named_models) `model`.
+    #[must_use]
+    pub fn names_model(&self, model: &str) -> bool {
+        let mut named = self.backends.iter().flat_map(Backend::named_models);
+        named.any(|named| named == model)
+    }
+
     /// Returns the backends as plans for sources look at them.
     #[must_use]
     pub fn fleet(&self) -> KnownFleet<'_> {

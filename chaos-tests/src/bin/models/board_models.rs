@@ -20,8 +20,8 @@ pub(crate) const ALL: &[ModelRun] = &[
 const SLOT: Slot = Slot(0);
 
 fn is_healthy(board: &HealthTable) -> (Option<bool>, Option<bool>) {
-    let glance = board.glance(SLOT).map(|glance| glance.is_healthy);
-    (glance, board.health(SLOT).map(|health| health.is_healthy))
+    let flags = board.flags(SLOT).map(|flags| flags.is_healthy);
+    (flags, board.health(SLOT).map(|health| health.is_healthy))
 }
 
 fn late_probe() {
@@ -54,12 +54,12 @@ fn both_faces() {
             });
         }
         probe.join().expect("the other does not panic");
-        let (glance, health) = is_healthy(&board);
-        assert_eq!(glance, health);
-        assert_eq!(glance, board.record(SLOT).map(|record| record.is_healthy));
+        let (flags, health) = is_healthy(&board);
+        assert_eq!(flags, health);
+        assert_eq!(flags, board.record(SLOT).map(|record| record.is_healthy));
         assert_eq!(
-            board.glance(SLOT),
-            board.record(SLOT).map(|record| record.glance())
+            board.flags(SLOT),
+            board.record(SLOT).map(|record| record.flags())
         );
     });
 }
