@@ -8,7 +8,8 @@
 //!   applied starts a new incarnation, and the others then name one that is over.
 //! - Capacity in router blocks depends on the tokens per block, which for text are learnt and move
 //!   with the traffic. A known capacity is therefore only changed by any replica if the *engine's*
-//!   figure changed, else only by the leader, and only if it differs by more than a thirty-third.
+//!   figure changed, else only by the leader, and only if it differs by more than a thirty-third, or
+//!   by more than a two-hundredth [each half minute](REFINE_AFTER).
 //! - The same report is not proposed again within [`REPEAT_AFTER`].
 //!
 //! An engine that does not tell its start has restarted if its counter fell, however many scrapes
@@ -32,8 +33,13 @@ const SAME_START_S: u64 = 10;
 /// seconds. The same on every replica, and earlier than any start dated later.
 const UNTOLD_START_S: u64 = 1;
 
-/// A capacity that differs by more than this part is worth another command.
+/// A capacity that differs by more than this part is worth another command at once.
 const FAR_PART: u64 = 33;
+/// A capacity that differs by more than this part is worth one every [`REFINE_AFTER`]. Each per cent
+/// that a capacity of text is off costs one prediction in three hundred.
+const NEAR_PART: u64 = 200;
+/// Minimum time between two such commands for one backend: ratios never rest.
+pub const REFINE_AFTER: Duration = Duration::from_secs(30);
 
 /// Facts read from an engine in one round.
 #[derive(Debug, Clone, Default)]
@@ -83,6 +89,8 @@ pub(crate) struct FactsMemory {
     /// Refusals when it last answered; `None`: not read yet.
     refusals: Option<u64>,
     cache_tokens: Option<u64>,
+    /// When the capacity was first compared, or last proposed.
+    capacity_at: Option<Instant>,
     proposed: Option<(EngineFacts, Instant)>,
     proposed_block_size: Option<(u32, Instant)>,
 }
@@ -184,8 +192,15 @@ impl FactsMemory {
             return Some(now);
         };
         let engine_changed = before.is_some() && before != saw.cache_tokens;
-        let is_far = u64::from(held.abs_diff(now)) * FAR_PART > u64::from(held);
-        (is_far && (engine_changed || round.is_leader)).then_some(now)
+        let differs_by = |part| u64::from(held.abs_diff(now)) * part > u64::from(held);
+        let since = *self.capacity_at.get_or_insert(round.now);
+        let is_due = round.now.saturating_duration_since(since) >= REFINE_AFTER;
+        let is_news = differs_by(FAR_PART) && (engine_changed || round.is_leader)
+            || differs_by(NEAR_PART) && is_due && round.is_leader;
+        is_news.then(|| {
+            self.capacity_at = Some(round.now);
+            now
+        })
     }
 
     fn hold_back(&mut self, facts: EngineFacts, now: Instant) -> Option<EngineFacts> {
@@ -410,6 +425,29 @@ mod tests {
         assert_eq!(facts.capacity_blocks, Some(107));
         at.is_leader = false;
         assert_eq!(FactsMemory::default().news(&known, &saw(), &at), None);
+    }
+
+    #[test]
+    fn a_capacity_is_refined_now_and_then_where_it_is_a_little_off() {
+        let (mut memory, begin) = (FactsMemory::default(), Instant::now());
+        let known = backend(told());
+        let mut after = |time, tokens_per_block, is_leader| {
+            let at = ProbeRound {
+                tokens_per_block,
+                is_leader,
+                ..round(begin + time)
+            };
+            let facts = memory.news(&known, &saw(), &at);
+            facts.and_then(|facts| facts.capacity_blocks)
+        };
+        let moment = Duration::from_secs(1);
+        assert_eq!(after(Duration::ZERO, 31.5, true), None);
+        assert_eq!(after(REFINE_AFTER - moment, 31.5, true), None);
+        assert_eq!(after(REFINE_AFTER, 31.5, false), None, "it does not lead");
+        assert_eq!(after(REFINE_AFTER, 32.0, true), None, "it is right");
+        assert_eq!(after(REFINE_AFTER, 31.5, true), Some(102));
+        assert_eq!(after(2 * REFINE_AFTER - moment, 31.3, true), None);
+        assert_eq!(after(2 * REFINE_AFTER, 31.3, true), Some(103));
     }
 
     #[test]
