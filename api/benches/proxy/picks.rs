@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{
     HeaderMap, HeaderValue, HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
@@ -99,12 +99,12 @@ async fn ask(mut gateway: ExternalProcessorClient<Channel>, body: &Bytes) {
         ("content-type", "application/json"),
         ("content-length", &length),
     ];
-    tell(LoggedLines::RequestHeaders(head(&posts, false))).await;
+    tell(ProcessingMessage::RequestHeaders(head(&posts, false))).await;
     let mut left = body.clone();
     while !left.is_empty() {
         let piece = left.split_to(left.len().min(PIECE_BYTES));
         let end_of_stream = left.is_empty();
-        tell(LoggedLines::RequestBody(HttpBody {
+        tell(ProcessingMessage::RequestBody(HttpBody {
             body: piece,
             end_of_stream,
         }))
@@ -115,7 +115,7 @@ async fn ask(mut gateway: ExternalProcessorClient<Channel>, body: &Bytes) {
     while let Some(message) = heard.message().await.expect("it is picked") {
         if ends_request(&message) {
             let answered = [(":status", "200"), ("content-type", "application/json")];
-            tell(LoggedLines::ResponseHeaders(head(&answered, true))).await;
+            tell(ProcessingMessage::ResponseHeaders(head(&answered, true))).await;
         }
     }
 }

@@ -2,7 +2,7 @@
 //! becomes of those that speak out of turn.
 
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
 use api::proxy::picker::{PickedOutcome, ServedBy};
@@ -78,8 +78,11 @@ async fn a_client_that_leaves_pays_what_the_engine_counted() {
     talk.streamed().await;
     talk.begin(EVENTS, None).await;
     for text in [delta("a", 1), delta("b", 5)] {
-        talk.say(LoggedLines::ResponseBody(piece_of(text.as_bytes(), false)))
-            .await;
+        talk.say(ProcessingMessage::ResponseBody(piece_of(
+            text.as_bytes(),
+            false,
+        )))
+        .await;
         body_of(talk.next().await);
     }
     drop(talk);
@@ -150,8 +153,10 @@ async fn what_is_refused_or_known_here_is_answered_by_the_gateway() {
         ("GET", "/v1/responses/resp_1", 501),
     ] {
         let mut talk = picking.open().await;
-        talk.say(LoggedLines::RequestHeaders(head_of(method, path, true)))
-            .await;
+        talk.say(ProcessingMessage::RequestHeaders(head_of(
+            method, path, true,
+        )))
+        .await;
         assert_eq!(talk.refused().await.0, status, "{path}");
         talk.is_over().await;
     }
@@ -173,14 +178,18 @@ async fn whole_bodies_are_answered_after_the_head() {
     let buffered = BodySendMode::Buffered;
     for requests in [buffered, BodySendMode::Streamed] {
         let talk = picking.open().await;
-        let first = LoggedLines::RequestHeaders(head_of("POST", "/v1/chat/completions", false));
+        let first =
+            ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false));
         talk.say_with(first, modes(requests, buffered, false)).await;
         let mut talk = talk;
         let passes = talk.next().await;
         assert!(matches!(passes.response, Some(Heard::RequestHeaders(_))));
         assert_eq!(passes.mode_override.is_some(), requests != buffered);
-        talk.say(LoggedLines::RequestBody(piece_of(CHAT.as_bytes(), true)))
-            .await;
+        talk.say(ProcessingMessage::RequestBody(piece_of(
+            CHAT.as_bytes(),
+            true,
+        )))
+        .await;
         let (_, changed) = talk.picked().await;
         assert!(header(&changed, "content-length").is_some());
         talk.begin("application/json", None).await;
@@ -210,8 +219,11 @@ async fn pieces_that_do_not_wait_are_each_answered() {
     talk.begin(EVENTS, None).await;
     let one = delta("a", 4);
     for (data, end) in [(one.as_str(), false), (usage_chunk(), false), (DONE, true)] {
-        talk.say(LoggedLines::ResponseBody(piece_of(data.as_bytes(), end)))
-            .await;
+        talk.say(ProcessingMessage::ResponseBody(piece_of(
+            data.as_bytes(),
+            end,
+        )))
+        .await;
         let piece = body_of(talk.next().await).body_mutation.unwrap().mutation;
         let is_cleared = matches!(piece, Some(Mutation::ClearBody(true)));
         assert_eq!(is_cleared, data == usage_chunk(), "{piece:?}");
@@ -248,10 +260,13 @@ async fn trailers_pass_in_both_directions() {
     let (fleet, picking) = start(&engines).await;
     let mut talk = picking.open().await;
     let head = head_of("POST", "/v1/chat/completions", false);
-    talk.say(LoggedLines::RequestHeaders(head)).await;
-    talk.say(LoggedLines::RequestBody(piece_of(CHAT.as_bytes(), false)))
-        .await;
-    talk.say(LoggedLines::RequestTrailers(HttpTrailers::default()))
+    talk.say(ProcessingMessage::RequestHeaders(head)).await;
+    talk.say(ProcessingMessage::RequestBody(piece_of(
+        CHAT.as_bytes(),
+        false,
+    )))
+    .await;
+    talk.say(ProcessingMessage::RequestTrailers(HttpTrailers::default()))
         .await;
     talk.picked().await;
     loop {
@@ -262,9 +277,12 @@ async fn trailers_pass_in_both_directions() {
         }
     }
     talk.begin(EVENTS, None).await;
-    talk.say(LoggedLines::ResponseBody(piece_of(DONE.as_bytes(), false)))
-        .await;
-    talk.say(LoggedLines::ResponseTrailers(HttpTrailers::default()))
+    talk.say(ProcessingMessage::ResponseBody(piece_of(
+        DONE.as_bytes(),
+        false,
+    )))
+    .await;
+    talk.say(ProcessingMessage::ResponseTrailers(HttpTrailers::default()))
         .await;
     body_of(talk.next().await);
     loop {
@@ -305,15 +323,16 @@ async fn gateways_that_show_no_bodies_are_told_what_to_change() {
 async fn messages_out_of_turn_end_the_stream_with_an_error() {
     let engines = engines().await;
     let (fleet, picking) = start(&engines).await;
-    let piece = || LoggedLines::ResponseBody(piece_of(b"x", false));
-    let again = || LoggedLines::RequestHeaders(head_of("POST", "/v1/chat/completions", false));
+    let piece = || ProcessingMessage::ResponseBody(piece_of(b"x", false));
+    let again =
+        || ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false));
     let mut talk = picking.open().await;
     talk.say(piece()).await;
     assert_eq!(talk.fails().await.code(), Code::FailedPrecondition);
     for said in [
         piece(),
         again(),
-        LoggedLines::RequestBody(piece_of(b"x", true)),
+        ProcessingMessage::RequestBody(piece_of(b"x", true)),
     ] {
         let mut talk = picking.ask(CHAT, 1000, plain()).await;
         talk.picked().await;

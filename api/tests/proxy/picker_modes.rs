@@ -3,7 +3,7 @@
 
 use api::proxy::picker::PickedOutcome;
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingMode, ProcessingRequest};
 use api::proxy::{Charges, ProxySettings, RequestOutcome};
@@ -19,16 +19,16 @@ use super::picking::{
 const STREAMED: BodySendMode = BodySendMode::Streamed;
 const BUFFERED: BodySendMode = BodySendMode::Buffered;
 
-fn head() -> LoggedLines {
-    LoggedLines::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
+fn head() -> ProcessingMessage {
+    ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
 }
 
-fn upload(data: &str, end: bool) -> LoggedLines {
-    LoggedLines::RequestBody(piece_of(data.as_bytes(), end))
+fn upload(data: &str, end: bool) -> ProcessingMessage {
+    ProcessingMessage::RequestBody(piece_of(data.as_bytes(), end))
 }
 
-fn answer(data: &str, end: bool) -> LoggedLines {
-    LoggedLines::ResponseBody(piece_of(data.as_bytes(), end))
+fn answer(data: &str, end: bool) -> ProcessingMessage {
+    ProcessingMessage::ResponseBody(piece_of(data.as_bytes(), end))
 }
 
 #[tokio::test]
@@ -69,7 +69,7 @@ async fn a_gateway_that_ignores_what_it_is_asked_is_told_which_setting_to_change
 }
 
 /// What comes in the place of an answer's piece.
-async fn passed(talk: &mut Talk, piece: LoggedLines) -> String {
+async fn passed(talk: &mut Talk, piece: ProcessingMessage) -> String {
     talk.say(piece).await;
     match body_of(talk.next().await).body_mutation.unwrap().mutation {
         Some(Mutation::Body(body)) => String::from_utf8(body.to_vec()).unwrap(),
@@ -105,7 +105,7 @@ async fn the_withheld_end_of_an_answer_passes_before_its_trailers() {
         }
         assert!(whole.contains("\"content\":\"a\""), "{mode:?}: {whole}");
         assert!(whole.ends_with(DONE), "{mode:?}: {whole}");
-        let trailers = LoggedLines::ResponseTrailers(HttpTrailers::default());
+        let trailers = ProcessingMessage::ResponseTrailers(HttpTrailers::default());
         talk.say(trailers).await;
         let last = talk.next().await.response;
         assert!(matches!(last, Some(Heard::ResponseTrailers(_))), "{last:?}");

@@ -1,7 +1,7 @@
 //! Messages of a gateway in any order: the first that is out of turn ends the stream with an error that
 //! names it, and whatever comes of them, nothing stays.
 
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::{BodySendMode, HttpTrailers, ProcessingRequest};
 use proptest::prelude::*;
 use tonic::Code;
@@ -10,7 +10,7 @@ use super::fleet::eventually;
 use super::picking::{CHAT, engines, head_of, headers, modes, piece_of, plain, start};
 
 /// A message of any kind.
-fn any_message() -> impl Strategy<Value = LoggedLines> {
+fn any_message() -> impl Strategy<Value = ProcessingMessage> {
     let piece = (
         prop::sample::select(vec![CHAT, "", "data: {}\n\n", "{"]),
         any::<bool>(),
@@ -24,12 +24,12 @@ fn any_message() -> impl Strategy<Value = LoggedLines> {
             head
         });
     prop_oneof![
-        2 => head.clone().prop_map(LoggedLines::RequestHeaders),
-        3 => piece.clone().prop_map(LoggedLines::RequestBody),
-        2 => head.prop_map(LoggedLines::ResponseHeaders),
-        3 => piece.prop_map(LoggedLines::ResponseBody),
-        1 => Just(LoggedLines::RequestTrailers(HttpTrailers::default())),
-        1 => Just(LoggedLines::ResponseTrailers(HttpTrailers::default())),
+        2 => head.clone().prop_map(ProcessingMessage::RequestHeaders),
+        3 => piece.clone().prop_map(ProcessingMessage::RequestBody),
+        2 => head.prop_map(ProcessingMessage::ResponseHeaders),
+        3 => piece.prop_map(ProcessingMessage::ResponseBody),
+        1 => Just(ProcessingMessage::RequestTrailers(HttpTrailers::default())),
+        1 => Just(ProcessingMessage::ResponseTrailers(HttpTrailers::default())),
     ]
 }
 
@@ -71,12 +71,12 @@ enum Fault {
 
 /// The first thing that is wrong; `None`: the stream ends otherwise before one is read. Told from the
 /// protocol alone: a request body that comes whole is one message.
-fn fault(upload: Upload, messages: &[LoggedLines]) -> Option<Fault> {
+fn fault(upload: Upload, messages: &[ProcessingMessage]) -> Option<Fault> {
     let is_whole = upload != Upload::Pieces;
     let mut turn = Turn::Head;
     for said in messages {
         turn = match (turn, said) {
-            (Turn::Head, LoggedLines::RequestHeaders(head)) => {
+            (Turn::Head, ProcessingMessage::RequestHeaders(head)) => {
                 let posts = head_of("POST", "/v1/chat/completions", false).headers;
                 let (told, posts) = (head.headers.as_ref()?, posts?);
                 let is_post = told.headers[0] == posts.headers[0];
@@ -85,7 +85,7 @@ fn fault(upload: Upload, messages: &[LoggedLines]) -> Option<Fault> {
                 }
                 Turn::Upload { body: Vec::new() }
             }
-            (Turn::Upload { mut body }, LoggedLines::RequestBody(piece)) => {
+            (Turn::Upload { mut body }, ProcessingMessage::RequestBody(piece)) => {
                 body.extend_from_slice(&piece.body);
                 let may_go_on = upload == Upload::AskedWhole && !piece.end_of_stream;
                 match piece.end_of_stream || is_whole {
@@ -99,7 +99,7 @@ fn fault(upload: Upload, messages: &[LoggedLines]) -> Option<Fault> {
                     false => Turn::Upload { body },
                 }
             }
-            (Turn::Upload { body }, LoggedLines::RequestTrailers(_)) => {
+            (Turn::Upload { body }, ProcessingMessage::RequestTrailers(_)) => {
                 if body != CHAT.as_bytes() {
                     return None;
                 }
@@ -109,13 +109,13 @@ fn fault(upload: Upload, messages: &[LoggedLines]) -> Option<Fault> {
                 }
             }
             // It goes on without the picker.
-            (Turn::Upload { .. }, LoggedLines::ResponseHeaders(_)) => return None,
+            (Turn::Upload { .. }, ProcessingMessage::ResponseHeaders(_)) => return None,
             (
                 Turn::Answer {
                     may_end: true,
                     may_go_on,
                 },
-                LoggedLines::RequestTrailers(_),
+                ProcessingMessage::RequestTrailers(_),
             ) => Turn::Answer {
                 may_end: false,
                 may_go_on,
@@ -124,16 +124,21 @@ fn fault(upload: Upload, messages: &[LoggedLines]) -> Option<Fault> {
                 Turn::Answer {
                     may_go_on: true, ..
                 },
-                LoggedLines::RequestBody(_),
+                ProcessingMessage::RequestBody(_),
             ) => return Some(Fault::OverrideIgnored),
-            (Turn::Answer { .. }, LoggedLines::ResponseHeaders(head)) if !head.end_of_stream => {
+            (Turn::Answer { .. }, ProcessingMessage::ResponseHeaders(head))
+                if !head.end_of_stream =>
+            {
                 Turn::Pieces
             }
-            (Turn::Pieces, LoggedLines::ResponseBody(piece)) if !piece.end_of_stream => {
+            (Turn::Pieces, ProcessingMessage::ResponseBody(piece)) if !piece.end_of_stream => {
                 Turn::Pieces
             }
-            (Turn::Answer { .. }, LoggedLines::ResponseHeaders(_))
-            | (Turn::Pieces, LoggedLines::ResponseBody(_) | LoggedLines::ResponseTrailers(_)) => {
+            (Turn::Answer { .. }, ProcessingMessage::ResponseHeaders(_))
+            | (
+                Turn::Pieces,
+                ProcessingMessage::ResponseBody(_) | ProcessingMessage::ResponseTrailers(_),
+            ) => {
                 return None;
             }
             (_, said) => return Some(Fault::OutOfTurn(name(said))),
@@ -142,21 +147,21 @@ fn fault(upload: Upload, messages: &[LoggedLines]) -> Option<Fault> {
     None
 }
 
-fn name(said: &LoggedLines) -> &'static str {
+fn name(said: &ProcessingMessage) -> &'static str {
     match said {
-        LoggedLines::RequestHeaders(_) => "request_headers",
-        LoggedLines::ResponseHeaders(_) => "response_headers",
-        LoggedLines::RequestBody(_) => "request_body",
-        LoggedLines::ResponseBody(_) => "response_body",
-        LoggedLines::RequestTrailers(_) => "request_trailers",
-        LoggedLines::ResponseTrailers(_) => "response_trailers",
+        ProcessingMessage::RequestHeaders(_) => "request_headers",
+        ProcessingMessage::ResponseHeaders(_) => "response_headers",
+        ProcessingMessage::RequestBody(_) => "request_body",
+        ProcessingMessage::ResponseBody(_) => "response_body",
+        ProcessingMessage::RequestTrailers(_) => "request_trailers",
+        ProcessingMessage::ResponseTrailers(_) => "response_trailers",
     }
 }
 
-fn begun() -> Vec<LoggedLines> {
+fn begun() -> Vec<ProcessingMessage> {
     vec![
-        LoggedLines::RequestHeaders(head_of("POST", "/v1/chat/completions", false)),
-        LoggedLines::RequestBody(piece_of(CHAT.as_bytes(), true)),
+        ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false)),
+        ProcessingMessage::RequestBody(piece_of(CHAT.as_bytes(), true)),
     ]
 }
 

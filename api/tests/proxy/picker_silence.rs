@@ -6,7 +6,7 @@ use std::time::Duration;
 use api::proxy::picker::PickedOutcome;
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{BodySendMode, ProcessingRequest};
 use api::proxy::{Charges, ProxySettings, RequestOutcome};
@@ -39,8 +39,8 @@ async fn here(change: impl FnOnce(&mut ProxySettings)) -> (Fleet, PickingHere) {
     (fleet, picking)
 }
 
-fn head() -> LoggedLines {
-    LoggedLines::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
+fn head() -> ProcessingMessage {
+    ProcessingMessage::RequestHeaders(head_of("POST", "/v1/chat/completions", false))
 }
 
 async fn picked(picking: &PickingHere) -> Talk {
@@ -71,7 +71,7 @@ async fn a_body_that_stops_halfway_is_refused() {
         talk.say_with(head(), modes(mode, mode, false)).await;
         match mode == duplex {
             true => {
-                talk.say(LoggedLines::RequestBody(piece_of(b"{", false)))
+                talk.say(ProcessingMessage::RequestBody(piece_of(b"{", false)))
                     .await
             }
             false => drop(talk.next().await),
@@ -96,7 +96,7 @@ async fn a_body_that_trickles_has_a_time_as_a_whole() {
     tokio::spawn(async move {
         let mut ticks = interval(Duration::from_secs(20));
         let piece = || ProcessingRequest {
-            request: Some(LoggedLines::RequestBody(piece_of(b" ", false))),
+            request: Some(ProcessingMessage::RequestBody(piece_of(b" ", false))),
             ..plain()
         };
         while say.send(piece()).await.is_ok() {
@@ -124,7 +124,7 @@ async fn an_answer_that_stops_halfway_ends_the_stream() {
     let mut talk = picked(&picking).await;
     talk.begin(EVENTS, None).await;
     let piece = piece_of(delta("a", 3).as_bytes(), false);
-    talk.say(LoggedLines::ResponseBody(piece)).await;
+    talk.say(ProcessingMessage::ResponseBody(piece)).await;
     let told = talk.streamed().await;
     assert!(told.contains("\"error\""), "its client is told: {told}");
     talk.is_over().await;
@@ -145,8 +145,11 @@ async fn a_gateway_that_does_not_end_a_complete_answer_is_not_waited_for() {
     talk.begin(EVENTS, None).await;
     // The end passes with this piece, as it may be the last before trailers.
     let all = format!("{}{DONE}", delta("a", 1));
-    talk.say(LoggedLines::ResponseBody(piece_of(all.as_bytes(), false)))
-        .await;
+    talk.say(ProcessingMessage::ResponseBody(piece_of(
+        all.as_bytes(),
+        false,
+    )))
+    .await;
     body_of(talk.next().await);
     assert_eq!(talk.fails().await.code(), Code::DeadlineExceeded);
     fleet.is_idle().await;
@@ -220,7 +223,7 @@ async fn a_gateway_that_takes_an_answer_slowly_does_not_keep_its_engine() {
         talk.begin(EVENTS, None).await;
         for _ in 0..PIECES {
             let piece = piece_of(delta("a", 1).as_bytes(), false);
-            talk.say(LoggedLines::ResponseBody(piece)).await;
+            talk.say(ProcessingMessage::ResponseBody(piece)).await;
         }
         let mut ticks = interval(Duration::from_secs(4));
         let mut heard = 0;

@@ -1,7 +1,7 @@
 //! What an OTLP collector is told of requests that a gateway asks about.
 
 use api::proxy::picker::ext_proc::HttpHeaders;
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use state::admission::{AdmissionSettings, Concurrency};
 use state::command::Command;
@@ -28,9 +28,9 @@ async fn asked(picking: &Picking) -> Talk {
         end_of_stream: false,
     };
     let talk = picking.open().await;
-    talk.say(LoggedLines::RequestHeaders(head)).await;
+    talk.say(ProcessingMessage::RequestHeaders(head)).await;
     let body = piece_of(CHAT.as_bytes(), true);
-    talk.say(LoggedLines::RequestBody(body)).await;
+    talk.say(ProcessingMessage::RequestBody(body)).await;
     talk
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use api::proxy::DrainResult;
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{
     BodySendMode, CommonResponse, HeaderMap, HeaderMutation, HeaderValue, HttpBody, HttpHeaders,
@@ -161,21 +161,21 @@ impl Talk {
     /// Tells a request in pieces of `piece` bytes.
     pub(super) async fn ask(&self, body: &str, piece: usize, more: ProcessingRequest) {
         let first = head_of("POST", "/v1/chat/completions", false);
-        self.say_with(LoggedLines::RequestHeaders(first), more)
+        self.say_with(ProcessingMessage::RequestHeaders(first), more)
             .await;
         let mut pieces = body.as_bytes().chunks(piece).peekable();
         while let Some(data) = pieces.next() {
             let end = pieces.peek().is_none();
-            self.say(LoggedLines::RequestBody(piece_of(data, end)))
+            self.say(ProcessingMessage::RequestBody(piece_of(data, end)))
                 .await;
         }
     }
 
-    pub(super) async fn say(&self, said: LoggedLines) {
+    pub(super) async fn say(&self, said: ProcessingMessage) {
         self.say_with(said, ProcessingRequest::default()).await;
     }
 
-    pub(super) async fn say_with(&self, said: LoggedLines, more: ProcessingRequest) {
+    pub(super) async fn say_with(&self, said: ProcessingMessage, more: ProcessingRequest) {
         let request = Some(said);
         let message = ProcessingRequest { request, ..more };
         // It may have ended already.
@@ -240,7 +240,7 @@ impl Talk {
             }),
             ..ProcessingRequest::default()
         };
-        self.say_with(LoggedLines::ResponseHeaders(head), more)
+        self.say_with(ProcessingMessage::ResponseHeaders(head), more)
             .await;
         match self.next().await.response {
             Some(Heard::ResponseHeaders(it)) => it.response.unwrap().header_mutation.unwrap(),
@@ -252,7 +252,7 @@ impl Talk {
         for (nth, piece) in pieces.iter().enumerate() {
             let end = nth + 1 == pieces.len();
             let piece = piece_of(piece.as_bytes(), end);
-            self.say(LoggedLines::ResponseBody(piece)).await;
+            self.say(ProcessingMessage::ResponseBody(piece)).await;
         }
     }
 

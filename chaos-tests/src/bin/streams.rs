@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use anyhow::{Context as _, bail};
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{
     HeaderMap, HeaderValue, HttpBody, HttpHeaders, ProcessingRequest, ProcessingResponse,
@@ -208,7 +208,7 @@ async fn hold(
         ("content-length", &length),
         ("x-quorate-user", &user),
     ];
-    say.send(message(LoggedLines::RequestHeaders(head(&fields))))
+    say.send(message(ProcessingMessage::RequestHeaders(head(&fields))))
         .await?;
     while !body.is_empty() {
         let piece = body.split_to(body.len().min(PIECE_BYTES));
@@ -217,7 +217,8 @@ async fn hold(
             body: piece,
             end_of_stream,
         };
-        say.send(message(LoggedLines::RequestBody(piece))).await?;
+        say.send(message(ProcessingMessage::RequestBody(piece)))
+            .await?;
     }
     let heard = gateway.process(ReceiverStream::new(said)).await?;
     let mut heard = heard.into_inner();
@@ -229,7 +230,7 @@ async fn hold(
     bail!("the picker ended the stream")
 }
 
-fn message(said: LoggedLines) -> ProcessingRequest {
+fn message(said: ProcessingMessage) -> ProcessingRequest {
     ProcessingRequest {
         request: Some(said),
         ..ProcessingRequest::default()

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use anyhow::Context as _;
 use api::proxy::picker::ext_proc::header_value_option::HeaderAppendAction;
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::{
     HeaderMap as ToldHeaders, HeaderMutation, HeaderValue as ToldHeader, HttpBody, HttpHeaders,
     Metadata,
@@ -46,8 +46,8 @@ pub(super) fn piece(body: Bytes, end_of_stream: bool) -> HttpBody {
 }
 
 /// A piece of a request's body.
-pub(super) fn upload(body: Bytes, end: bool) -> LoggedLines {
-    LoggedLines::RequestBody(piece(body, end))
+pub(super) fn upload(body: Bytes, end: bool) -> ProcessingMessage {
+    ProcessingMessage::RequestBody(piece(body, end))
 }
 
 fn text(text: String) -> Value {

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use anyhow::{Context as _, bail, ensure};
 use api::proxy::picker::ext_proc::body_mutation::Mutation;
 use api::proxy::picker::ext_proc::external_processor_client::ExternalProcessorClient;
-use api::proxy::picker::ext_proc::processing_request::Request as LoggedLines;
+use api::proxy::picker::ext_proc::processing_request::Request as ProcessingMessage;
 use api::proxy::picker::ext_proc::processing_response::Response as Heard;
 use api::proxy::picker::ext_proc::{
     BodySendMode, CommonResponse, ImmediateResponse, ProcessingMode, ProcessingRequest,
@@ -144,7 +144,7 @@ impl PickerTalk {
         }
     }
 
-    fn message(said: LoggedLines) -> ProcessingRequest {
+    fn message(said: ProcessingMessage) -> ProcessingRequest {
         ProcessingRequest {
             request: Some(said),
             ..ProcessingRequest::default()
@@ -171,7 +171,7 @@ impl PickerTalk {
                 response_body_mode: mode,
                 send_body_without_waiting_for_header_response: !self.options.waits_for_heads,
             }),
-            ..Self::message(LoggedLines::RequestHeaders(told))
+            ..Self::message(ProcessingMessage::RequestHeaders(told))
         };
         self.say(first).await?;
         let mut changed = ChangedRequest {
@@ -323,7 +323,7 @@ impl PickerTalk {
         let pseudo = [(":status", told.status.as_str())];
         let message = ProcessingRequest {
             metadata_context: Some(served(by)),
-            ..Self::message(LoggedLines::ResponseHeaders(head(
+            ..Self::message(ProcessingMessage::ResponseHeaders(head(
                 &pseudo,
                 &told.headers,
                 false,
@@ -367,7 +367,7 @@ impl PickerTalk {
         if self.answers != BodySendMode::FullDuplexStreamed {
             self.owed.push_back(end);
         }
-        let said = LoggedLines::ResponseBody(piece(data, end));
+        let said = ProcessingMessage::ResponseBody(piece(data, end));
         self.say(Self::message(said)).await
     }
 
