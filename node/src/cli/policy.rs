@@ -110,7 +110,7 @@ pub(super) async fn policy(command: PolicyCommand) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs `quorate admission ...` and `quorate routing ...`.
+/// Runs `quorate admission ...`, `quorate routing ...` and `quorate user defaults ...`.
 pub(super) async fn settings(
     name: &'static str,
     command: SettingsCommand,

@@ -1,5 +1,5 @@
-//! Logging: to stderr, human-readable or JSON, filtered by a `tracing` filter; the access log also to
-//! a file.
+//! Logging to stderr, human-readable or JSON, with a `tracing` filter; the access log also to a
+//! file.
 
 mod access_file;
 mod logfmt;
