@@ -19,9 +19,9 @@ use crate::routing::AttemptReport;
 /// Log target of the lines, for filters.
 pub const ACCESS_TARGET: &str = "quorate::access";
 
-/// Maximum number of lines for failures, and for refusals, per [`ERROR_PERIOD`] ...
+/// Maximum number of lines about failures per [`ERROR_PERIOD`], and of lines about refusals.
 const ERROR_LINES: u32 = 20;
-/// ... if only errors are logged.
+/// Period of this limit, which applies only if the log is restricted to errors.
 const ERROR_PERIOD: Duration = Duration::from_secs(1);
 
 /// Writer of the access log of one data plane.

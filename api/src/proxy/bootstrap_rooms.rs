@@ -2,10 +2,9 @@
 //!
 //! Both engines receive the same request, with the address of the prefill engine's bootstrap server
 //! and a room number drawn for this attempt. The prefill engine responds once it has transferred
-//! the prompt's KV cache. The client receives the response of the decode engine. SGLang's own
-//! gateway (`sgl-model-gateway/src/routers/http/pd_router.rs`) works the same way, with the same
-//! fields: a number for one prompt and answer, lists for a batch of prompts or several choices of a
-//! chat.
+//! the prompt's KV cache. The client receives the decode engine's response. SGLang's own gateway
+//! works the same way (`sgl-model-gateway/src/routers/http/pd_router.rs`), with the same fields: a
+//! number for one prompt and answer, lists for several prompts or several choices of a chat.
 //!
 //! Neither engine is useful without the other, so if one fails, the other's connection is closed.
 //! No output exists until the response body begins, so a prefill engine that fails earlier is
@@ -149,8 +148,7 @@ pub(super) async fn meet(
     )
 }
 
-/// Returns the body members for both engines; `None` if the prefill backend is gone or the request
-/// needs too many rooms.
+/// Returns the body members for both engines; `None` if the prefill backend is gone.
 fn members(proxy: &Proxy, sending: &OutgoingRequest<'_>, to: &PrefillDecision) -> Option<Bytes> {
     let registry = proxy.view.registry();
     let backend = registry.backend(to.backend.slot)?;

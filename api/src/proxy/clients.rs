@@ -1,10 +1,9 @@
-//! Counts of connections and requests per client address and user. Selects the longest idle
+//! Counts connections and requests per client address and user, and selects the longest idle
 //! connections to close when room is needed.
 //!
 //! The connection table is locked when a connection opens or closes, but never by a request. A
 //! request counts in its own connection and in the counts of its address. Users are counted in
-//! shards by a keyed hash of their name. Both tables grow and shrink with what is open at the
-//! moment.
+//! shards by a keyed hash of their name. Both tables are only as large as what is open.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
@@ -129,8 +128,7 @@ impl ClientTable {
 
     /// Asks up to `count` idle connections to close, the longest idle first, and returns their
     /// number. While an address has more than an equal share of all connections, only such
-    /// addresses lose some. A client with hundreds of connections therefore does not displace one
-    /// with a single one.
+    /// addresses lose some. One with hundreds of connections thus cannot displace one with a few.
     pub(super) fn close_idle(&self, count: usize) -> usize {
         let book = self.book();
         let equal_share = book.equal_share();
@@ -262,7 +260,7 @@ pub(super) struct UserRequests {
     requests_max: AtomicUsize,
 }
 
-/// Guard of a user's request. Dropping it uncounts the request.
+/// Guard of a user's request. The request counts until the guard is dropped.
 pub(super) struct UserRequestGuard {
     users: Arc<UserRequests>,
     user: u64,

@@ -208,8 +208,7 @@ impl DecisionLog {
         found.map(|it| Arc::clone(&it.record))
     }
 
-    /// Returns at most `limit` of the newest requests that are `wanted` and numbered below
-    /// `before`.
+    /// Returns at most `limit` of the newest `wanted` requests with numbers below `before`.
     pub(crate) fn newest(
         &self,
         mut before: u64,

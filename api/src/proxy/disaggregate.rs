@@ -42,7 +42,7 @@ const DROPPED: [&[u8]; 6] = [
     b"min_tokens",
     b"min_completion_tokens",
 ];
-/// Their replacement. It comes last, where it overrides earlier spellings of the same member.
+/// Replacement of the dropped members. It comes last, where it overrides any other spelling.
 const ONE_TOKEN: &str = r#""stream":false,"max_tokens":1,"#;
 const ONE_TOKEN_OF_CHAT: &str = r#""max_completion_tokens":1,"#;
 const KEEP_FOR_ANOTHER: &str = r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}}"#;

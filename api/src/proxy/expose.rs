@@ -1,8 +1,7 @@
 //! The `x-quorate-*` response headers for clients, as far as `users.expose` allows them.
 //!
-//! The number of matched blocks reveals, block by block, what other users have sent. Only trusted
-//! clients therefore see a decision. A refusal never shows one, because it would be a free query
-//! (I61).
+//! The number of matched blocks reveals, block by block, what other users sent. Therefore only
+//! trusted clients see a decision, and refusals never show one, which would be a free query (I61).
 
 use bytes::{BufMut, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};

@@ -2,8 +2,8 @@
 //!
 //! After the head is sent, a broken engine can only show as a cut connection, or as an event within
 //! a 200. Before that, the client gets a 502. Most bodies arrive together with their head.
-//! Otherwise the head is held back for at most [`HEAD_HELD_MAX`], so that clients still see slow
-//! first tokens as such. The first byte itself is never delayed.
+//! Otherwise the head waits for at most [`HEAD_HELD_MAX`], so that a slow first token delays it no
+//! further. The first byte itself is never delayed.
 
 use std::future::poll_fn;
 use std::task::Poll;

@@ -431,8 +431,7 @@ pub(super) fn clean_head(head: &mut response::Parts, content: &BodyKind) {
         let buffering = head.headers.entry(ACCEL_BUFFERING);
         buffering.or_insert(HeaderValue::from_static("no"));
     }
-    // The version belongs to one hop. An engine's HTTP/1.0 would cost the client's stream its
-    // framing.
+    // A hop's own: an engine's HTTP/1.0 would cost the client's stream its framing.
     head.version = Version::default();
 }
 

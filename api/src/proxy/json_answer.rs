@@ -87,13 +87,12 @@ fn join(frames: &VecDeque<Bytes>, bytes: usize) -> Vec<u8> {
     })
 }
 
-/// Scanner for the top-level `usage` member of a document that arrives in pieces. It keeps no
-/// pieces.
+/// Scanner for the top-level `usage` member of a document that arrives in pieces. Keeps none.
 #[derive(Debug, Default)]
 struct UsageScanner {
     /// Number of objects and arrays around the current byte.
     depth: usize,
-    /// Position within a string; `None` outside strings.
+    /// Escape state within a string; `None` outside strings.
     string: Option<Escape>,
     /// First bytes of the last top-level string, which is a key if a colon follows.
     key: Vec<u8>,

@@ -22,8 +22,7 @@ pub(super) struct JsonMembers<'a> {
     at: Option<usize>,
 }
 
-/// Returns the members of the object at the start of `json`, after white space. Other values have
-/// none.
+/// Returns the members of the object at the start of `json`, or none for other values.
 pub(super) fn members(json: &[u8]) -> JsonMembers<'_> {
     let start = skip_space(json, 0);
     let at = (json.get(start) == Some(&b'{')).then_some(start + 1);
@@ -70,8 +69,7 @@ pub(super) struct JsonElements<'a> {
     at: Option<usize>,
 }
 
-/// Returns the elements of the array at the start of `json`, after white space. Other values have
-/// none.
+/// Returns the elements of the array at the start of `json`, or none for other values.
 pub(super) fn elements(json: &[u8]) -> JsonElements<'_> {
     let start = skip_space(json, 0);
     let at = (json.get(start) == Some(&b'[')).then_some(start + 1);

@@ -1,7 +1,7 @@
 //! Client API keys in this replica's key file.
 //!
 //! Keys are stored as SHA-256 under a salt of this run, so that memory, core dumps and faulty log
-//! lines contain no key. Lookups use this hash, so their timing reveals nothing about a key. All
+//! lines contain no key. Lookups use this hash, so their timing reveals at most a salted hash. All
 //! keys can be replaced at once while requests are served.
 
 use std::collections::BTreeMap;

@@ -49,7 +49,7 @@ pub struct ProxyMetrics {
     pub requests: Family<RequestLabels, Counter>,
     /// Requests in flight: from the end of their body to the end of the response.
     pub in_flight: Gauge,
-    /// Requests whose body is still arriving, including those refused without it.
+    /// Requests whose body is still arriving.
     pub reading: Gauge,
     /// Open client connections.
     pub connections: Gauge,
@@ -320,8 +320,7 @@ impl RequestMetricsGuard {
         }
     }
 
-    /// Marks the body as complete and the request as in flight. Fails if `requests_max` already
-    /// are.
+    /// Marks the body as complete. Fails if `requests_max` are in flight already.
     pub(super) fn is_read(&mut self, requests_max: usize) -> Result<(), ProxyError> {
         let before = self.metrics.in_flight.inc();
         self.metrics.reading.dec();

@@ -23,7 +23,7 @@ struct ModelEntry<'a> {
     /// Start time of the oldest engine that serves it, in Unix seconds; 0 if any is unknown.
     created: u64,
     owned_by: &'static str,
-    /// Value from the first engine that lists the model; the same holds for the next field.
+    /// Value from the first engine that lists one, as for `parent` and `permission`.
     root: Option<String>,
     parent: Option<String>,
     /// Smallest value of its engines, because any of them may get the next request.

@@ -121,9 +121,9 @@ impl ClientRequest {
     }
 }
 
-/// Returns which stages of a request can run on two backends. By the prefix cache, engines transfer
-/// the cache of one prompt with one answer only. By rooms, they transfer that of each prompt and
-/// answer in a room of its own.
+/// Returns which stages of a request can run on two backends. Engines that transfer by the prefix
+/// cache transfer one prompt with one answer. Engines that meet in rooms transfer each prompt and
+/// answer in its own room.
 fn stages(path: &str, parsed: &ParsedBody) -> RequestStages {
     let is_completion = matches!(path, "/v1/chat/completions" | "/v1/completions");
     if is_told(path) {

@@ -19,8 +19,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::piece::AnswerPiece;
 
-/// Minimum rate at which a client must receive the rest of a finished response, in bytes per
-/// second.
+/// Minimum rate at which a client must receive the rest of a finished response.
 const LEAST_BYTES_PER_S: u64 = 4 * 1024;
 
 /// Bounds for reading ahead of clients.

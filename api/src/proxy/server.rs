@@ -78,8 +78,7 @@ pub struct DrainResult {
 }
 
 impl Server {
-    /// Creates a server that serves nothing before [`Server::run`]. Connections wait in the
-    /// backlog.
+    /// Creates a server. Until [`Server::run`], connections wait in the listener's backlog.
     #[must_use]
     pub fn new(listener: TcpListener, proxy: Arc<Proxy>) -> Self {
         Self {
@@ -375,8 +374,7 @@ impl ConnectionContext {
         let timeouts = proxy.settings.timeouts;
         let service = service(&proxy, seated, peer, &asked, &stop);
         let mut connection = pin!(self.builder.serve_connection(TokioIo::new(stream), service));
-        // hyper's own timer starts only after it has detected the protocol, and covers only
-        // HTTP/1.1.
+        // hyper's own timer starts only once it knows the protocol, and covers only HTTP/1.1.
         let mut patience = pin!(sleep(timeouts.first_request));
         let (mut is_first, mut is_waiting, mut is_evicted) = (true, true, false);
         let ended = loop {
@@ -466,9 +464,8 @@ fn service(
         let (proxy, peer, turn) = (Arc::clone(&proxy), peer.clone(), seated.turn());
         let (asked, stop) = (Arc::clone(&asked), stop.clone());
         async move {
-            // Boxed, because a connection reserves room for this future even while it is idle.
-            // Created inside, because a future that is captured and awaited is stored and moved
-            // twice.
+            // Boxed, because even an idle connection reserves room for this future. Created inside,
+            // because a future that is captured and awaited is stored and moved twice.
             let mut response = Box::pin(proxy.answer(peer, turn, request)).await;
             asked.written.is(response.body().relay());
             if can_close && stop.is_leaving() {

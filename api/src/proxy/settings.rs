@@ -171,7 +171,8 @@ pub struct ProxyTimeouts {
     /// Maximum time for a whole request body; 408 beyond. A tenth of it while many are arriving.
     pub body: Duration,
     /// Time for which a refused request's body is still read, so that its sender sees the response.
-    /// A pause may take a quarter of it. Meanwhile the request does not count as in flight.
+    /// A pause may take a quarter of it. Meanwhile the request counts neither as reading nor in
+    /// flight.
     pub refused_body: Duration,
     /// Maximum time from forwarding a request to the first byte of the response body; 504 beyond.
     /// Without `stream`, engines respond only when they are done.

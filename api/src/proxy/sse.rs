@@ -4,10 +4,9 @@
 //! Frames of the connection and events of the stream do not align. An incomplete event is held back
 //! until it is complete. An event larger than [`EVENT_BYTES_MAX`] passes through unread.
 //!
-//! If a client requested only the final usage, running usage is removed. However, some engines put
-//! the final usage into the last chunk of a choice and send no separate one (llama.cpp's
-//! completions). Such a chunk therefore waits for the next event, which distinguishes the two
-//! cases.
+//! If a client requested only the final usage, running usage is removed. But some engines put the
+//! final usage into the last chunk of a choice and send no separate one (llama.cpp's completions).
+//! Such a chunk waits for the next event, which distinguishes the two cases.
 
 use std::ops::Range;
 

@@ -1,7 +1,7 @@
 //! Responses to clients before the replica has a state to route by, and to health probes of load
 //! balancers.
 //!
-//! A replica in no cluster knows no model. "Not found" would be final for every SDK. It therefore
+//! A replica in no cluster knows no model. "Not found" would be final for every SDK, so the replica
 //! reports that it is starting until it has applied what the cluster had committed (I82).
 
 use std::sync::atomic::{AtomicBool, Ordering};

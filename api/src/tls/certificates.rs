@@ -44,8 +44,7 @@ pub struct Certificates<S: CertificateSource> {
 }
 
 impl<S: CertificateSource> Certificates<S> {
-    /// Reads the files for the first time. `section` names a section of the config, such as
-    /// `tls.data`.
+    /// Reads the files for the first time. `section` is that of the config, such as `tls.data`.
     ///
     /// # Errors
     /// Returns an error that names the setting at fault.

@@ -1,7 +1,6 @@
-//! Bounds for incomplete messages of gateways. gRPC's decoder allocates as much as a message's
-//! first bytes announce, and buffers until the message is complete. A body counts as held only when
-//! it is read. Until then the announced length counts, because `limits.max_held_bodies` bounds the
-//! sum.
+//! Bounds for incomplete messages of gateways. gRPC's decoder allocates what a message's first
+//! bytes announce, and buffers until the message is complete. A body counts as held only when it is
+//! read. Until then the announced length counts toward `limits.max_held_bodies`.
 
 use std::pin::Pin;
 use std::sync::Arc;

@@ -120,8 +120,7 @@ impl GatewayMessages {
         match self.next().await {
             Ok(message) => match message.said {
                 Request::RequestBody(_) if may_go_on => override_ignored(),
-                // After its own timeout, or when a client left, the gateway continues without this
-                // replica.
+                // After a timeout of its own, or if a client left, the gateway continues alone.
                 Request::ResponseHeaders(_) => StreamHalt::Left,
                 said => out_of_turn(&said, "while its answer was awaited"),
             },

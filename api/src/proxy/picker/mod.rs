@@ -1,6 +1,5 @@
-//! The endpoint picker, which a gateway asks before it sends a request to an engine. It speaks
-//! Envoy's external processing and the endpoint picker protocol of the Gateway API Inference
-//! Extension.
+//! The endpoint picker, which a gateway asks before it sends a request to an engine, by Envoy's
+//! external processing and the endpoint picker protocol of the Gateway API Inference Extension.
 //!
 //! It is the second interface of the data plane. The same code receives, parses, admits, routes,
 //! dispatches and accounts for a request. Here the request arrives in messages of a gRPC stream,

@@ -72,8 +72,8 @@ impl PickerServer {
         }
     }
 
-    /// Serves until `drain` is cancelled. Then accepts only connections from the backlog, lets all
-    /// streams finish, and closes what is left at the deadline. `deadline` is called when the drain
+    /// Serves until `drain` is cancelled. Then accepts only backlogged connections, lets all
+    /// streams finish, and closes the rest at the deadline. `deadline` is called when the drain
     /// begins.
     #[must_use]
     pub fn run_until(
@@ -212,7 +212,7 @@ impl GatewayConnection {
         }
     }
 
-    /// Waits until a connection that has not begun need not be awaited any longer.
+    /// Waits until the drain need not wait for a connection that has not begun.
     async fn has_lingered(&self) {
         self.drain.cancelled().await;
         sleep(LINGER).await;

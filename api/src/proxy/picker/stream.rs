@@ -84,8 +84,7 @@ struct UploadShape {
     /// Whether the gateway was asked to send it whole although it streams by default.
     is_asked_whole: bool,
     is_bodiless: bool,
-    /// Whether the single piece of a whole body did not end it: trailers follow, or it was
-    /// incomplete.
+    /// Whether the piece of a whole body did not end it: trailers follow, or it was cut.
     is_cut: bool,
     pieces: usize,
     has_trailers: bool,
