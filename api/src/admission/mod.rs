@@ -115,8 +115,7 @@ impl ModelQueues {
         !self.by_model.is_empty() || self.gates.values().any(|gate| gate.users(now_ms) > 0)
     }
 
-    /// Removes the queues without waiting requests and keeps their statistics. Returns whether
-    /// there were any.
+    /// Removes the empty queues and keeps their statistics. Returns whether there were any.
     fn forget_empty(&mut self) -> bool {
         let empty = self.by_model.extract_if(.., |_, line| line.is_empty());
         let mut is_any = false;

@@ -53,9 +53,8 @@ struct RateWindow {
 }
 
 impl ServiceRate {
-    /// Updates the total of `priced` tokens charged here and returns the rate per second. At the
-    /// end of a window it stores the result of `largest`, the largest request since the previous
-    /// call.
+    /// Updates the total of `priced` tokens charged here; returns the rate per second. At the end
+    /// of a window it stores the result of `largest`: the largest request since the previous call.
     fn look(&mut self, priced: u64, largest: impl Fn() -> LargestRequest, now: Instant) -> u64 {
         let window = self.window.get_or_insert(RateWindow { since: now, priced });
         let age = now.saturating_duration_since(window.since);
@@ -132,8 +131,8 @@ impl Admission {
     /// Returns the users' figures, with this replica's unapplied charges added.
     pub(super) fn counters(&self, pricing: Pricing) -> impl Counters {
         move |user: UserKey| -> UserFigures {
-            // In this order: a charge applied in between counts twice for a moment, never zero
-            // times.
+            // In this order: what is applied in between counts twice for a moment, never not at
+            // all.
             let unapplied = self.dispatcher.unapplied(user);
             let mut pending = PendingCharges::default();
             pending.add(&unapplied, &pricing);
@@ -170,8 +169,7 @@ impl Admission {
         self.tidy(&mut lines, &look);
     }
 
-    /// Computes `G` from the settings and the service rate; updates its gauge and that of the
-    /// bound.
+    /// Computes `G` from the settings and the service rate; updates the gauges of `G` and bound.
     fn slack(&self, lines: &mut ModelQueues, settings: &AdmissionSettings, now: Instant) -> u64 {
         let (dispatcher, now_ms) = (&self.dispatcher, self.ms_of(now));
         let rate = lines.pace.look(
@@ -417,8 +415,7 @@ impl Admission {
         }
     }
 
-    /// Sends more requests of a bin to the backend of its first one, in order of arrival, up to the
-    /// backend's room.
+    /// Sends more requests of a bin to the backend of its first one, by arrival, as room allows.
     fn fill(
         &self,
         line: &mut ModelQueue,

@@ -24,8 +24,7 @@ pub trait AdmissionRequest: Send + Sync + 'static {
     /// Returns the maximum number of output tokens, from the request.
     fn tokens_max(&self) -> Option<u32>;
 
-    /// Whether only some of the model's backends can take the request, so that others may overtake
-    /// it.
+    /// Whether only some of the model's backends can take it, so that others may overtake it.
     fn is_selective(&self) -> bool;
 
     /// Whether [`Admitted::decided`] is wanted.
@@ -202,8 +201,7 @@ pub(super) struct QueueTicket {
 
 impl QueueTicket {
     pub(super) async fn turn(&mut self) -> Result<Admitted, AdmissionRejection> {
-        // Every request is answered before its sender is dropped; otherwise no task serves the
-        // queue.
+        // Every request is answered before its sender is dropped; otherwise no task serves.
         (&mut self.turn)
             .await
             .unwrap_or(Err(AdmissionRejection::Leaving))

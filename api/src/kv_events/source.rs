@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(found, "0 tcp://gpu:5557 \n1 tcp://gpu:5558 \n");
         let off = shown(read_server_info(br#"{"kv_events_config": null}"#, "gpu"));
         assert_eq!(off, "the engine publishes no KV events");
-        // As vLLM 0.12 has it, which may publish.
+        // From vLLM 0.12, which may publish events.
         let vllm = shown(read_server_info(br#"{"vllm_config": "model='m'"}"#, "gpu"));
         assert_eq!(vllm, UNSAID);
     }

@@ -29,8 +29,7 @@ pub(crate) struct SpecialTokenCount {
 
 impl Truncation {
     /// Returns the truncation for engines with a `context` of prompt and output tokens; `None` if
-    /// it is needed and unknown. vLLM reserves one token if the request sets a number of output
-    /// tokens.
+    /// it is unknown but needed. vLLM reserves one token if the request sets an output length.
     pub(super) fn within(mut self, context: Option<u64>, wants_output: bool) -> Option<Self> {
         if self.is_context {
             let context = u32::try_from(context?).unwrap_or(u32::MAX);

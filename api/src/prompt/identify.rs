@@ -22,9 +22,8 @@ impl PromptReader {
     /// Identifies a prompt by its characters under the cluster's seed, or by its token ids if it
     /// consists of them. [`PromptReader::read`] tokenizes the text of a model with a tokenizer.
     ///
-    /// With `character`, text is cut into blocks of `block_size` bytes, and token ids into blocks
-    /// of a quarter as many. With a tokenizer, a block is `block_size` ids, or four bytes per id
-    /// without ids.
+    /// With `character`, text is cut into blocks of `block_size` bytes, token ids into a quarter as
+    /// many. With a tokenizer, a block is `block_size` ids, or four bytes per missing id.
     #[must_use]
     pub fn identify(&self, parsed: &ParsedBody) -> PromptIdentity {
         let cut = self.cut_of(&parsed.model);
@@ -69,8 +68,7 @@ impl PromptReader {
         let tokens = ratio.tokens(text.len());
         // The characters do not show which part of the text the engine keeps.
         let kept = parsed.truncation.filter(|truncation| {
-            // A text has at most as many tokens as bytes. Few prompts come close to the context
-            // length.
+            // A text has at most one token per byte. Few come close to the context length.
             let most = match truncation.is_context {
                 true => tokens as usize,
                 false => text.len(),

@@ -26,8 +26,7 @@ use super::{BodyRejection, ParsedBody, Prompt, PromptBatch, ReplyShape};
 /// Reads a body posted to `path`.
 ///
 /// # Errors
-/// Returns a [`BodyRejection`] for malformed JSON, a missing or ill-typed `model`, or ill-typed
-/// fields.
+/// Returns a [`BodyRejection`] for malformed JSON, a missing `model` or an ill-typed known field.
 pub fn parse(path: &str, body: &Bytes) -> Result<ParsedBody, BodyRejection> {
     let parsed = read(path, body)?;
     if parsed.model.is_empty() {

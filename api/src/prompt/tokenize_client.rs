@@ -156,8 +156,7 @@ impl ReplyQuery {
         })
     }
 
-    /// Returns the tokens that `reply` adds to its prompt's in the next turn, if an engine answers
-    /// in time.
+    /// Returns the tokens that `reply` adds in the next turn, if an engine answers in time.
     pub(crate) async fn continuation(&self, reply: &str) -> Option<Vec<u32>> {
         let remote = self.tokenizer.remote()?;
         let mut whole: Value = serde_json::from_slice(&self.question).ok()?;

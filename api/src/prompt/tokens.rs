@@ -33,8 +33,7 @@ impl TokenScope<'_> {
         self.root_with(hashing, "")
     }
 
-    /// Returns the root of chains whose request names an adapter in addition to the model, as in
-    /// SGLang.
+    /// Returns the root of chains with an adapter in addition to the model, as in SGLang.
     #[must_use]
     pub fn root_with(&self, hashing: &BlockHasher, adapter: &str) -> ChainRoot {
         let scope = Scope {

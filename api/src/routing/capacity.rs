@@ -78,8 +78,7 @@ impl Decider {
         })
     }
 
-    /// Returns the limited backends of which this replica owns only a share: no whole batch fits
-    /// there.
+    /// Returns the limited backends of which this replica owns only a share: no batch fits there.
     #[must_use]
     pub fn divided_slots(&self) -> Vec<Slot> {
         let (registry, service) = (self.view.registry(), self.view.service());

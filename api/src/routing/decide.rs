@@ -293,8 +293,7 @@ impl Decider {
         });
     }
 
-    /// Extends the matches with the overlay, then leaves out blocks that requests in flight will
-    /// evict.
+    /// Extends the matches with the overlay, then leaves out blocks about to be evicted.
     fn match_overlay(
         &self,
         fleet: &RoutingTable,

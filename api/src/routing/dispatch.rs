@@ -133,8 +133,7 @@ impl Dispatcher {
         self.tells_beliefs.store(can_be_read, Relaxed);
     }
 
-    /// Queues the output lengths for the log. Lengths that find no room are lost: similar ones
-    /// follow.
+    /// Queues the output lengths for the log. Lengths without room are lost: similar ones follow.
     pub fn tell_lengths(&self) {
         for ((user, model), tokens) in self.lengths.take() {
             self.outbox.note(Item::ObserveOutputs {

@@ -165,8 +165,7 @@ impl Decider {
 }
 
 impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
-    /// Applies all filters but the last, ignores probes and circuits where needed, and adds the
-    /// load.
+    /// Applies all filters but the last, ignoring probes and circuits where needed; adds the load.
     fn admit(&mut self) -> Result<(), RoutingRejection> {
         let sieve = self;
         let (decider, fleet, now) = (sieve.decider, sieve.fleet, sieve.now);
@@ -188,8 +187,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         let open = sieve.scratch.open.len();
         let ejected_max = decider.backends.ejected_max(open + sieve.passed);
         if open > ejected_max {
-            // If so many fail at once, the requests are the likelier cause. The first to fail stay
-            // out.
+            // So many failures at once point to the requests. The first backends to fail stay out.
             sieve.scratch.open.sort_unstable();
             sieve.scratch.open.truncate(ejected_max);
             sifted = sieve.sift(Ejection::Listed);
@@ -245,8 +243,7 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         self.scratch.candidates.is_empty().then_some(refusal)
     }
 
-    /// Applies these filters to the backends that serve the model. Returns why there is no
-    /// candidate.
+    /// Applies them to the backends that serve the model. Returns why there is no candidate.
     fn gather_of(&mut self, serving: &[ServingBackend], ejected: Ejection) -> RoutingRejection {
         let others = self.fleet.registry.backends.len() - serving.len();
         let others = u32::try_from(others).unwrap_or(u32::MAX);
@@ -443,9 +440,8 @@ impl<S: FnMut(usize, FilterVerdict)> FilterPass<'_, S> {
         Ok(())
     }
 
-    /// Excludes backends whose cache cannot hold the prompt: it would never run, and it would block
-    /// those behind it in a batch. Uses the capacity from the engine or operator, not the learnt
-    /// one.
+    /// Excludes backends whose cache cannot hold the prompt: it would never run, and would block
+    /// those behind it in a batch. Uses the stated capacity, not the learnt one.
     fn keep_large_enough(&mut self) -> Result<(), RoutingRejection> {
         let identity = self.ask.identity;
         // Text with long tokens has fewer of them than estimated.

@@ -124,8 +124,7 @@ pub struct RouterParts {
     pub session: SessionId,
     /// Bounds and pace of the outbox.
     pub outbox: OutboxSettings,
-    /// Policies that a request may select in place of the live one; empty if requests may not
-    /// select.
+    /// Policies that a request may select in place of the live one; empty to forbid selection.
     pub overrides: Vec<PolicyConfig>,
     /// Labels that backends must have; the default requires none.
     pub select: SelectSettings,
@@ -163,8 +162,7 @@ pub struct RoutingRequest<'a> {
     pub headers: Option<&'a HeaderMap>,
     /// From [`RoutingPreferences`]; `None` for the live policy.
     pub policy: Option<&'a Arc<PolicyConfig>>,
-    /// Labels that the backend must have in addition to those of its model; from
-    /// [`RoutingPreferences`].
+    /// Labels required in addition to those of the model; from [`RoutingPreferences`].
     pub labels: &'a [(String, String)],
     /// Backends that were already tried.
     pub excluded: &'a [Slot],

@@ -59,8 +59,7 @@ impl Decider {
         })
     }
 
-    /// Returns the preference headers that the config does not allow, as a list; `None` if there
-    /// are none.
+    /// Returns the preference headers that the config does not allow, as a list; `None` if none.
     #[must_use]
     pub fn ignored(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         let is_policy = self.overrides.is_empty() && headers.contains_key(POLICY);

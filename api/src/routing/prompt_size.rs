@@ -15,8 +15,7 @@ pub(super) struct PromptSize {
     /// Whether `predicted` is charged as cached if the engine reports nothing; not if clients can
     /// construct blocks whose hashes collide.
     pub(super) is_believed: bool,
-    /// Whether the engine's cached tokens are informative, that is, whether it looks into its
-    /// cache.
+    /// Whether the engine looks into its cache, so that its cached tokens are informative.
     pub(super) is_telling: bool,
     /// Tokens of one block.
     pub(super) block_tokens: u32,

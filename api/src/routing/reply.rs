@@ -101,8 +101,7 @@ impl ReplyChain {
 /// How a response ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ReplyEnd {
-    /// Whether the response is complete, so that the text that follows it in the next prompt
-    /// follows.
+    /// Whether the response is complete and is followed by the same text in the next prompt.
     pub(super) is_whole: bool,
     /// Number of output tokens that the engine reported, if any.
     pub(super) tokens: Option<u64>,
@@ -142,9 +141,8 @@ impl TokenChain {
             ReplySeam::Asked(_) => self.asked.take(),
         };
         let Some(mut ids) = ids else { return blocks };
-        // An engine computes a token's cache entry when it generates the next one, so never that of
-        // the last: the token that ended the response, or a token of its text if it was cut at its
-        // length.
+        // An engine computes a token when it generates the next one, so never the last one: the
+        // token that ended the response, or a token of its text if it was cut at its length.
         let made = end
             .tokens
             .map(|tokens| usize::try_from(tokens).unwrap_or(usize::MAX));

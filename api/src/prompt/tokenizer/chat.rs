@@ -235,9 +235,8 @@ fn part(part: Value) -> Option<Value> {
     part.get(field).and_then(Value::as_str).map(text_part)
 }
 
-/// Returns the marker for an image or other media: its kind and a hash. The hash covers the
-/// client's `uuid` (vLLM's cache key), else the URL (which may contain the data), else the whole
-/// part.
+/// Returns the marker for an image or other media: its kind and a hash of the client's `uuid`
+/// (vLLM's cache key), else of its URL (which may contain the data), else of the whole part.
 fn marker(part: &Map<String, Value>) -> String {
     const KINDS: [&str; 4] = ["image", "audio", "video", "file"];
     let names = || part.keys().map(String::as_str);

@@ -3,9 +3,8 @@
 //! Tokenizing costs a millisecond per few kilobytes, and a conversation repeats itself at every
 //! turn. So text is cut at the special tokens, where the tokenizer cuts it first anyway, and every
 //! piece in between is looked up before it is tokenized. This is exact: a piece's tokens do not
-//! depend on its surroundings. A few tokenizers are excluded because this does not hold: special
-//! tokens that absorb adjacent white space, and pre-tokenizers that treat the first piece
-//! differently.
+//! depend on its surroundings. A few tokenizers are excluded: those whose special tokens absorb
+//! adjacent white space, or whose pre-tokenizer treats the first piece differently.
 
 use std::fs;
 use std::io;

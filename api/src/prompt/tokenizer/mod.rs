@@ -256,8 +256,7 @@ pub struct ReplyBoundary {
 }
 
 impl Tokenizer {
-    /// Loads the tokenizer of `spec`. `chat_template` replaces the template in the tokenizer's
-    /// directory.
+    /// Loads the tokenizer of `spec`. `chat_template` replaces the one in its directory.
     ///
     /// # Errors
     /// Returns a [`TokenizerLoadError`] with the path of the file.
@@ -417,8 +416,7 @@ impl Tokenizer {
         })
     }
 
-    /// Tokenizes a text, of which at most `fresh_bytes_max` bytes may be missing from the salt's
-    /// cache.
+    /// Tokenizes a text, of which at most `fresh_bytes_max` bytes may be new to the salt's cache.
     pub(crate) fn encode(
         self: &Arc<Self>,
         text: &TokenizerText,

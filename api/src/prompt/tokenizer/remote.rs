@@ -143,8 +143,7 @@ pub fn tokenize_question(path: &str, model: &str, body: &[u8]) -> Option<Bytes> 
 }
 
 impl EngineTokenizer {
-    /// Returns the response to `question`, cached for this salt or from `ask`; `None` after the
-    /// deadline.
+    /// Returns the response to `question`, cached for this salt or from `ask`; `None` if late.
     pub(crate) async fn tokens<F>(
         &self,
         question: &Bytes,

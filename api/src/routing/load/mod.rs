@@ -290,8 +290,7 @@ impl LoadTable {
     }
 
     /// Calls `add(i, load)` with the load from here and from each peer at the `i`th of `count`
-    /// backends. `backend` returns them in ascending slot order. Merges instead of searching per
-    /// backend.
+    /// backends, which `backend` returns in ascending slot order. Merges instead of searching.
     pub fn add_each(
         &self,
         now: Instant,

@@ -167,8 +167,8 @@ pub(in crate::routing) struct OutboxDriver<'a> {
 }
 
 impl OutboxDriver<'_> {
-    /// Flushes until `stop`, then until the queue is empty or `drain_max` has passed. Returns what
-    /// is left.
+    /// Flushes until `stop`, then until the queue is empty or `drain_max` has passed. Returns the
+    /// rest.
     pub(in crate::routing) async fn run(
         &self,
         stop: CancellationToken,

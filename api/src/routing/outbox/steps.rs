@@ -7,8 +7,7 @@ use state::ids::{AttemptId, BackendRef, BlockHash};
 
 use super::overlay::BlockRun;
 
-/// Maximum number of blocks per lease step; longer chains are split. Two steps fit into an
-/// envelope.
+/// Maximum number of blocks per lease step; longer chains are split. Two steps fit an envelope.
 pub(super) const RUN_BLOCKS_MAX: usize = 4000;
 
 /// One queued lease item.
@@ -56,8 +55,7 @@ pub(super) fn runs_of(chain: &Arc<[BlockHash]>, from: usize) -> impl Iterator<It
     })
 }
 
-/// Returns an acquire of `chain` from `from` on, after `tip`, and the extensions that its length
-/// needs.
+/// Returns an acquire of `chain` from `from` on, after `tip`, and extensions for what exceeds it.
 pub(super) fn acquire_steps(
     attempt: AttemptId,
     backend: BackendRef,

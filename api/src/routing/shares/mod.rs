@@ -66,8 +66,7 @@ pub struct ShareStanding {
     pub epoch: u64,
     /// Number of members, this replica included.
     pub members: usize,
-    /// Whether all members are known to agree; until then the number of running requests cannot
-    /// grow.
+    /// Whether all members are known to agree; until then no more requests run here than before.
     pub is_settled: bool,
 }
 

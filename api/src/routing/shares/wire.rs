@@ -1,11 +1,10 @@
 //! Wire format of share reports. Like load, they go from replica to replica, never through the log.
 //!
 //! Layout: a version byte; session and report number, eight bytes each, little-endian; the run's
-//! generation in LEB128; the epoch in eight bytes. Then the number of replicas heard and for each
-//! its id (one byte), session (eight bytes) and generation. Then for each backend, in ascending
-//! slot order, LEB128 numbers: slot delta, incarnation, running, waiting, milliseconds waited,
-//! recent, and the number of recipients of places; for each recipient its id (one byte) and the
-//! places.
+//! generation in LEB128; the epoch in eight bytes. Then the number of replicas heard, each with id
+//! (one byte), session (eight bytes) and generation. Then for each backend, in ascending slot
+//! order, LEB128 numbers: slot delta, incarnation, running, waiting, milliseconds waited, recent,
+//! and the number of recipients of places; for each of these its id (one byte) and the places.
 
 use state::command::BACKENDS_MAX;
 use state::ids::{BackendRef, Incarnation, ReplicaId, SessionId, Slot};
