@@ -2,8 +2,8 @@
 //!
 //! vLLM (`--data-parallel-size`) and SGLang (`--dp-size`) serve several copies of a model behind
 //! one port, and compute a request on the rank given by its header. If the engine reports its
-//! number of ranks, each rank is a backend (ADR 0073). The first is the backend that the operator
-//! registered. Every further rank has its own slot and the id `ENGINE@RANK`, which no operator can
+//! number of ranks, each rank is a backend (ADR 0073). The first rank is the registered backend
+//! itself. Every further rank has its own slot and the id `ENGINE@RANK`, which no operator can
 //! write. It follows its engine in everything: address, models, labels, facts, draining and
 //! removal. Ownership, leases, load, limits and measurements are per slot and so per rank.
 //!
@@ -79,8 +79,7 @@ impl RankSlots {
 }
 
 impl Backend {
-    /// Whether it is a rank other than the first, which follows the backend that the operator
-    /// registered.
+    /// Whether it is a rank other than the first. Such a rank follows the registered backend.
     #[must_use]
     pub fn is_further_rank(&self) -> bool {
         self.further_rank().is_some()
