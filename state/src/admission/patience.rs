@@ -51,7 +51,7 @@ impl Patience {
         self.steps[last].left += 1;
     }
 
-    /// Records that a client stayed for this wait, which ended in another way. Returns its bucket.
+    /// Records that a client had not left when this wait ended. Returns the bucket of the wait.
     pub(super) fn stayed(&mut self, waited_ms: u64) -> usize {
         let last = usize::try_from(waited_ms / STEP_MS).unwrap_or(usize::MAX);
         let last = last.min(STEPS - 1);

@@ -166,7 +166,7 @@ impl FollowedBackends {
     }
 
     /// Iterates over the backends with a single rank whose blocks are reported, with the number of
-    /// physical blocks in use. Further ranks of an engine have their own caches.
+    /// physical blocks in use. Skips backends with several ranks, whose caches are separate.
     pub(crate) fn shown(&self) -> impl Iterator<Item = (BackendRef, u64)> {
         let shown = self.followed.values();
         let shown = shown.filter(|it| it.is_shown && it.ranks.len() == 1);

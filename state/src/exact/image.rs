@@ -119,9 +119,9 @@ impl FollowedBackends {
         self.check()
     }
 
-    /// Checks I22: for each followed backend, the reported blocks are exactly those that its ranks
-    /// hold together with all blocks before them, and none while a rank is unknown. Counts, sums
-    /// and bounds agree.
+    /// Checks I22: for each followed backend, the reported blocks are exactly those that a rank
+    /// holds along with every block before them, and none while a rank is unknown. Counts, sums and
+    /// bounds agree.
     pub(crate) fn check(&self) -> Result<(), String> {
         let mut entries = 0;
         for (slot, followed) in &self.followed {

@@ -18,9 +18,9 @@
 //!   ended, but a backend was added), propose `Grant` for as many as there is capacity. Grants
 //!   beyond the number of waiting requests have no effect, so proposing too many costs at most one
 //!   request too many at an engine.
-//! A granted request goes ahead of everything waiting here, as soon as there is capacity; propose
-//! `Leave` for it. If its client is gone, propose `Leave` and `Grant {model, 1}`, so that the next
-//! one goes. The price already charged becomes the user's credit (`CreditLedger::credit`).
+//! - A granted request goes ahead of everything waiting here, as soon as there is capacity; propose
+//!   `Leave` for it. If its client is gone, propose `Leave` and `Grant {model, 1}`, so that the
+//!   next one goes. The price already charged becomes the user's credit (`CreditLedger::credit`).
 //! - When a replica is lost, its requests are removed and its open grants are passed on.
 
 #[cfg(test)]
