@@ -213,8 +213,7 @@ pub enum Command {
         /// [`GRACE_MS_MAX`](crate::keys::GRACE_MS_MAX).
         grace_ms: u64,
     },
-    /// Like [`Command::RevokeKey`], and remembers the key, so that no restore brings it back. Format
-    /// version 6.
+    /// Like [`Command::RevokeKey`], but no restore brings the key back. Format version 6.
     EndKey {
         /// Id of the key.
         id: ApiKeyId,
