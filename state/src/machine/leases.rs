@@ -1,7 +1,8 @@
 //! Open leases: which dispatch of which replica holds which blocks.
 //!
-//! [`Ownership`](crate::ownership::Ownership) only counts pins. This table records who holds them.
-//! It closes a session's leases when the session ends, and detects repeated or unknown items.
+//! [`Ownership`](crate::ownership::Ownership) only counts pins. This table records who holds them,
+//! so that a session's leases can be closed when it ends, and repeated or unknown items are
+//! detected.
 
 use std::collections::{BTreeMap, BTreeSet};
 
