@@ -531,8 +531,7 @@ impl ReplicaInner {
         self.with_metrics(|metrics| metrics.membership_config.voter_ids().collect())
     }
 
-    /// Returns the other voter with the longest log among those heard recently: a dead one cannot
-    /// lead.
+    /// Returns the other voter with the longest log, of those heard recently (not dead).
     fn furthest_voter(&self) -> Option<u64> {
         let voters = self.voters();
         let metrics = self.raft.metrics();

@@ -89,8 +89,7 @@ fn odd_below(number: usize) -> usize {
 }
 
 impl ReplicaInner {
-    /// Returns voters and learners, while this replica leads with a quorum and no change is
-    /// pending.
+    /// Returns voters and learners, if this replica leads with a quorum and no change is pending.
     fn electorate(&self) -> Option<Electorate> {
         let voters = self.settled_voters()?;
         let reports = self.links.reachability.reports();

@@ -45,7 +45,7 @@ use crate::log_throttle::LogThrottle;
 
 /// Maximum number of accepted connections that are not served yet.
 const ACCEPTED_MAX: usize = 16;
-/// Ping interval. A connection is dropped after two pings without a response.
+/// Ping interval. A connection is closed if a ping is not answered within the timeout.
 const PING_EVERY: Duration = Duration::from_secs(1);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
 /// HTTP/2 flow control window: bytes that a peer may send before they are read.
