@@ -9,7 +9,7 @@
 //! What is ahead delays only this request. Its work also delays every request that arrives before
 //! the work is done. In a steady state, as many requests arrive during a wait as are found waiting
 //! (Little's law). So the work counts once for the request, and once for each request that waits
-//! for its first token at an average backend. An idle fleet minimizes latency; a busy one saves
+//! for its first token at an average backend. An idle fleet minimises latency; a busy one saves
 //! work.
 //!
 //! This makes following a prefix even more valuable. A prefix that most requests share would stay

@@ -14,7 +14,7 @@
 //! A walk that reaches [`EVIDENCE`] moves the capacity by 1/32. This is a sequential probability
 //! ratio test of "failures go both ways alike" against "four in five go this way".
 //!
-//! Other causes must not move the capacity. If an engine has lost its cache, or tokenizes
+//! Other causes must not move the capacity. If an engine has lost its cache, or tokenises
 //! differently, more than half of the predictions fail; a slightly wrong capacity never causes
 //! that. Then nothing counts until the engine has computed as many blocks as it holds, because by
 //! then all earlier predictions are dropped or true again. Only a capacity that bounds the

@@ -151,7 +151,7 @@ impl<'a> ChainSegment<'a> {
         Self { words, lane_words }
     }
 
-    /// Initializes a segment without owners in `words`, which no reader can see yet.
+    /// Initialises a segment without owners in `words`, which no reader can see yet.
     pub(super) fn lay_out(words: &'a [AtomicU64], shape: SegmentShape) -> Self {
         words[0].store(shape.encode(), Ordering::Relaxed);
         for word in &words[1..hashes_at(shape.lane_words)] {
@@ -293,7 +293,7 @@ impl<'a> ChainSegment<'a> {
         lane.is_some()
     }
 
-    /// Sets the lane of the `nth` owner of a newly initialized segment.
+    /// Sets the lane of the `nth` owner of a newly initialised segment.
     pub(super) fn put_owner(&self, nth: usize, slot: u16, blocks: usize, filled: usize) {
         self.set_lane(LanePlace::nth(nth), slot, blocks, filled);
     }

@@ -168,7 +168,7 @@ impl Table {
 
 /// Methods that only the writer calls.
 impl Table {
-    /// Initializes a segment without owners in words that no reader can see.
+    /// Initialises a segment without owners in words that no reader can see.
     pub(super) fn lay_out(&self, row: usize, shape: SegmentShape) -> ChainSegment<'_> {
         ChainSegment::lay_out(&self.rows[row..row + shape.words()], shape)
     }
