@@ -8,7 +8,7 @@
 //! replica can join during a restore.
 //!
 //! # What is restored
-//! Everything except:
+//! The backup replaces everything except:
 //! - *Sessions* remain those of the current replicas, whose next commands are still recognised as
 //!   new or repeated. Everything open at the time of the backup is closed as if its replicas were
 //!   lost: leases are released, requests end and waiting requests leave. What current replicas have

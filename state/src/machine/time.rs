@@ -1,7 +1,7 @@
 //! Replicated time, the time base of limits, windows and confirmations.
 //!
 //! A command carries the wall clock of its proposer. Any of these clocks may be wrong by days,
-//! jump, and be corrected again. What users wait for must still happen, neither at once nor never.
+//! jump, and be corrected again. Whatever users wait for must happen, neither at once nor never.
 //! Two values are therefore kept apart. The *stamp* is the calendar as the cluster last believed
 //! it; it can be set forward and back. The *time* is what has passed since, judged by the stamps.
 //! It never falls, and only its differences are meaningful.

@@ -6,11 +6,12 @@
 //! steps:
 //!
 //! 1. Find the last window whose first block a backend owns. The search probes the first and the
-//! last window. Between two probed windows, only backends that own the first block of the former
-//! but not of the latter are undecided. Probes of the heads between split them.
+//!    last window. Between two probed windows, only backends that own the first block of the former
+//!    but not of the latter are undecided. Probes of the heads between split them.
 //! 2. Find how many blocks of that window it owns. A segment shows how many of its blocks a backend
-//! owns; comparing hashes shows how many of them are the chain's. Where the chain leaves the
-//! segment, it may continue in another one, whose head is the block at that position.
+//!    owns; comparing hashes shows how many of them are the chain's. Where the chain leaves the
+//!    segment, it may continue in another one, whose head is the block at that position.
+//!
 //! A probe is a cache miss, and misses overlap if they do not depend on each other. So a round
 //! narrows all undecided intervals together, each by [`POINTS`] heads at even distances.
 //!
