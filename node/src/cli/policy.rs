@@ -1,4 +1,4 @@
-//! `quorate policy`, `routing`, `admission` and `user defaults`: replicated settings, each replaced as a whole.
+//! `quorate policy`, `routing`, `admission` and `user defaults`: replace replicated settings.
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -131,7 +131,7 @@ enum ShareMode {
     Nothing,
 }
 
-/// How many engines there are, and how many requests each is given at once.
+/// A number of engines, and the concurrency limit of each.
 struct FleetSize {
     backends: u16,
     concurrency: Concurrency,
@@ -409,8 +409,8 @@ impl SimulateArgs {
         Ok(plan)
     }
 
-    /// Returns settings under which patient clients wait without limits, so that long waits show in
-    /// the times.
+    /// Returns settings without limits on waits if clients are patient: long waits show in the
+    /// times.
     fn waits(&self) -> AdmissionSettings {
         if self.patience.is_some() {
             return AdmissionSettings::default();

@@ -205,8 +205,7 @@ mod tests {
             panic!("three cells");
         };
         assert_eq!((*most, rest), (hashed.requests, &[0, 0][..]));
-        // With reports every 100 ms, the first hop spreads the requests in between by its own
-        // counts.
+        // Between two reports, the first hop spreads requests by its own counts.
         assert!(sorted(cells(&bounded))[1] > 0, "{:?}", cells(&bounded));
         assert!(
             sorted(cells(&busy))[2] > busy.requests / 5,

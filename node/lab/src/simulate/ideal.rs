@@ -21,8 +21,7 @@ pub struct IdealBounds {
 }
 
 impl IdealBounds {
-    /// Computes the bounds of requests in their order of arrival; `None` for engines without a
-    /// prefix cache.
+    /// Computes the bounds of requests in arrival order; `None` for engines without prefix cache.
     #[must_use]
     pub fn of(plan: &SimPlan, asked: &[(Arc<SimPrompt>, u32)]) -> Option<Self> {
         let EngineModel::Continuous(shape) = plan.engine else {

@@ -157,8 +157,7 @@ const BLOCKS_MAX: usize = 100_000;
 /// `eviction_interval_secs`.
 const EVICTION_INTERVAL: Micros = 60_000_000;
 
-/// The gateway's `BlockCacheTracker`: which backends had a block, by position and content, and
-/// when.
+/// The gateway's `BlockCacheTracker`: holders of a block by position and content, and times.
 #[derive(Debug, Default)]
 struct BlockCacheTracker {
     blocks: HashMap<u64, BTreeMap<Slot, u64>>,

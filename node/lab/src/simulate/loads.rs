@@ -41,8 +41,7 @@ pub struct PolicyLoads<'a> {
     pub policies: &'a [SimPolicy],
     /// Recorded loads.
     pub traces: &'a [PathBuf],
-    /// Time until which requests arrive; `None`: five minutes if generated, otherwise the whole
-    /// trace.
+    /// Length of the loads; `None`: five minutes if generated, otherwise the whole trace.
     pub duration: Option<Micros>,
     /// Share of each rate, in hundredths.
     pub percent: u32,

@@ -255,8 +255,7 @@ impl Default for CellPlan {
 }
 
 impl SimPlan {
-    /// Returns a plan with low concurrency limits, so that requests queue at replicas, not at
-    /// engines.
+    /// Returns a plan whose low limits make requests queue at replicas, not at engines.
     pub(super) fn queueing(seed: u64, horizon: Micros, order: Order) -> Self {
         let mut plan = Self {
             seed,
