@@ -404,7 +404,7 @@ impl Registers {
         Reply::Applied
     }
 
-    /// Limits of all users are part of the admission settings, which come into being with them.
+    /// Creates the admission settings if limits of all users, which are part of them, are set.
     fn default_admission(&mut self, defaults: &UserDefaults) {
         let key = RegisterKey::Admission;
         if defaults.limits != UserLimits::default() && !self.held.contains_key(&key) {
