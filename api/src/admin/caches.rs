@@ -50,8 +50,8 @@ impl From<&CacheScope> for ShownScope {
     }
 }
 
-/// What `cache` and `cache_group` of a body say: nothing, or a scope, of which `None` is that of all
-/// users.
+/// Parses `cache` and `cache_group` of a body: nothing, or a scope, where `None` is the default
+/// scope of all users.
 pub(super) fn scope_of(
     cache: Option<CacheForm>,
     group: Option<&String>,
