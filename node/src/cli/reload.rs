@@ -385,8 +385,7 @@ fn effect(key: &str) -> Effect {
     }
 }
 
-/// Returns what the admin API shows from now on. Settings that need a restart are not in effect
-/// yet.
+/// Returns the settings that the admin API shows: without those that need a restart.
 fn in_effect(running: &FileSettings, config: &Config, changes: &[ChangedSetting]) -> FileSettings {
     let mut local = running.local.clone();
     for change in changes.iter().filter(|it| it.effect == Effect::Taken) {

@@ -2,12 +2,11 @@
 //!
 //! One token is four bytes of the flattened prompt, so a block of 32 tokens is the 128 bytes that a
 //! router with the `character` tokenizer hashes. The output is made of four-byte words, one per
-//! token, drawn from `(engine seed, prompt, position)`: the same prompt always gets the same
-//! output.
+//! token, drawn from `(engine seed, prompt, position)`: equal prompts always get equal outputs.
 //!
-//! A sequence is the bytes of the prompt and the output. If the prompt's length is not a multiple
-//! of four, its last bytes count as a token. The words after it are not shifted, so a block is full
-//! when its *bytes* are there. The two counts differ by less than one token.
+//! A sequence is the bytes of prompt and output. If the prompt's length is not a multiple of four,
+//! its last bytes count as a token. The words after it are not shifted, so a block is full when its
+//! *bytes* are there. The two counts differ by less than one token.
 
 use std::ops::Range;
 use std::sync::OnceLock;

@@ -409,8 +409,7 @@ impl SimulateArgs {
         Ok(plan)
     }
 
-    /// Returns settings without limits on waits if clients are patient: long waits show in the
-    /// times.
+    /// Returns settings that let patient clients wait without limit, so that the times show it.
     fn waits(&self) -> AdmissionSettings {
         if self.patience.is_some() {
             return AdmissionSettings::default();
