@@ -145,7 +145,7 @@ fn is_taken(method: &str, answer: &[u8]) -> bool {
     match method {
         // Committed.
         "Propose" => first == Some(1),
-        // Success, or a vote that adopted the sent term.
+        // Success, or a granted vote.
         "Append" => first == Some(1),
         "Vote" => numbers(answer).is_some_and(|it| it.contains(&(2, 1))),
         _ => false,
