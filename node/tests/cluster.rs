@@ -342,7 +342,7 @@ async fn a_replica_that_lost_its_state_takes_over_that_of_the_others() {
     (spoiled.lose_state)();
     let lost = http.digest(&at[2]).await;
     assert_ne!(lost, http.digest(&at[0]).await);
-    // Replicas compare their states every so many entries.
+    // Replicas compare their states once per `BOUNDARY_ENTRIES` entries.
     let writer = (&mut replicas[0].started).await.unwrap().cluster;
     for weight_milli in 1..=2 * u32::try_from(api::divergence::BOUNDARY_ENTRIES).unwrap() {
         let name = "bo".to_owned();

@@ -1,4 +1,4 @@
-//! One replica as a value: built from a config, started, and run until told to leave.
+//! One replica as a value: built from a config, started, and run until asked to leave.
 //!
 //! All wiring is here: the state behind the log, the router over both, the data plane, the admin
 //! API, and the loops that carry load and digests between replicas. Several apps can run in one

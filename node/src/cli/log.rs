@@ -26,7 +26,7 @@ const SHOWN_MAX: usize = 50;
 /// Number of users read from the state at a time.
 const PAGE: usize = 1000;
 
-/// What to do with a log.
+/// Operations on logs.
 #[derive(Debug, Subcommand)]
 pub(super) enum LogCommand {
     /// Show the state at a log index, offline: users, backends, limits, and its digest

@@ -12,7 +12,7 @@ use super::table::cell;
 /// Maximum number of a source's rejected engines that `status` shows.
 const REFUSED_SHOWN: usize = 5;
 
-/// What all reading commands take.
+/// Arguments of all reading commands.
 #[derive(Debug, clap::Args)]
 pub(super) struct ReadArgs {
     #[command(flatten)]

@@ -16,7 +16,7 @@ use super::read::{ReadArgs, details, json_text, limits, print_json, thousandths}
 use super::table::cell;
 use super::watch::{WatchArgs, watch};
 
-/// What to do with users.
+/// Operations on users.
 #[derive(Debug, Subcommand)]
 pub(super) enum UserCommand {
     /// List users, highest usage first

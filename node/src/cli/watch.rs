@@ -12,7 +12,7 @@ use super::read::ReadArgs;
 /// Minimum interval between updates.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
 
-/// What commands take that can show something again and again.
+/// Arguments of commands that support `--watch`.
 #[derive(Debug, clap::Args)]
 pub(super) struct WatchArgs {
     #[command(flatten)]

@@ -18,7 +18,7 @@ pub(super) struct Module {
     pub(super) paths: Vec<Vec<String>>,
     /// Imported names and what they stand for; the module may re-export them.
     pub(super) imports: BTreeMap<String, Vec<String>>,
-    /// Modules of which it imports everything.
+    /// Modules imported by glob.
     pub(super) globs: Vec<Vec<String>>,
     /// Names of its items.
     pub(super) items: BTreeSet<String>,

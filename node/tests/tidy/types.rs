@@ -20,8 +20,7 @@ fn type_name(line: &str) -> Option<&str> {
     is_type.then(|| &rest[..end.unwrap_or(rest.len())])
 }
 
-/// Returns the lines that are built without `cfg(test)`, and the modules beside the file that are
-/// not.
+/// Returns the lines built without `cfg(test)`, and the sibling modules built only with it.
 fn without_tests<'a>(path: &Path, text: &'a str) -> (Vec<&'a str>, Vec<PathBuf>) {
     let is_root = ["mod", "lib", "main"]
         .iter()

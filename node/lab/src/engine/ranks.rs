@@ -28,7 +28,7 @@ pub(super) struct Ranks {
 
 impl Ranks {
     /// # Panics
-    /// If there is none.
+    /// If `cores` is empty.
     pub(super) fn new(cores: Vec<Arc<DriverCore>>) -> Self {
         assert!(!cores.is_empty(), "an engine has a rank");
         Self {

@@ -83,7 +83,7 @@ struct EndedRequest {
     result: Result<ReplayAnswer, ReplayError>,
 }
 
-/// What to do next.
+/// The next step of a load.
 #[derive(Debug)]
 enum NextRequest {
     /// Send when this time has passed since the start.

@@ -108,7 +108,7 @@ pub(super) struct UserRow {
 }
 
 impl Summary {
-    /// Summarizes a look, and the changes since the previous one.
+    /// Summarises a look, and the changes since the previous one.
     pub(super) fn of(before: Option<&ClusterLook>, now: &ClusterLook) -> Self {
         let seen = &now.replicas;
         let told = seen["replicas"].as_array().map_or(&[][..], Vec::as_slice);
