@@ -2,7 +2,8 @@
 //! write its values to the cluster.
 //!
 //! Only settings in the file are compared and applied. A write replaces a whole group, so the
-//! group's other settings are read first and sent along. It fails if they have changed meanwhile.
+//! group's other settings are read first and sent along. Except for backends, it fails if they
+//! changed.
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
