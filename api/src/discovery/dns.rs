@@ -101,8 +101,7 @@ async fn look(
     })
 }
 
-/// AAAA records are queried only if there are no A records, since an engine with both is one
-/// engine.
+/// AAAA records are queried only without A records: an engine with both is one engine.
 const BOTH: &[RecordType] = &[RecordType::A, RecordType::AAAA];
 
 fn resolver_of(source: &DnsSource) -> Result<TokioResolver, NetError> {

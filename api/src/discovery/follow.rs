@@ -128,8 +128,7 @@ async fn act(parts: &DiscoveryParts, source: &SourceSettings, time: &LogTime) {
     }
 }
 
-/// Submits a change. Returns whether it is known to be accepted or rejected, so that the next may
-/// follow.
+/// Submits a change. Returns whether it is known to be accepted or rejected, so the next may go.
 async fn submit(parts: &DiscoveryParts, id: &str, change: &DiscoveryChange) -> bool {
     let discovery = Discovery {
         source: id.to_owned(),

@@ -92,8 +92,7 @@ pub fn discovery_file_seeds() -> Vec<Vec<u8>> {
     seeds.map(String::into_bytes).to_vec()
 }
 
-/// Returns watches as API servers send them: added, changed and deleted pods, a bookmark, an
-/// expiry.
+/// Returns watches as API servers send them: changes of pods, a bookmark, an expiry.
 #[must_use]
 pub fn pod_events_seeds() -> Vec<Vec<u8>> {
     let watch = concat!(

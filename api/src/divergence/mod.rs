@@ -158,9 +158,8 @@ impl DigestRing {
         })
     }
 
-    /// Returns the evidence if, at some index, more than half of `voters` hold one digest that
-    /// differs from this replica's. Learners do not count, because their state comes from the
-    /// leader.
+    /// Returns the evidence if, at some index, over half of `voters` hold one digest that differs
+    /// from this replica's. Learners do not count, because their state comes from the leader.
     #[must_use]
     pub fn minority(&self, voters: &[ReplicaId]) -> Option<Minority> {
         self.compared.iter().rev().find_map(|(&index, said)| {
