@@ -8,7 +8,7 @@
 //!
 //! | module | purpose |
 //! | --- | --- |
-//! | `replica` | start, stop, propose, change the membership, form a cluster, status, answer peers |
+//! | `replica` | start, stop, propose, change membership, form a cluster, status, serve peers |
 //! | `machine` | the traits that a user implements |
 //! | `adapter` | runs the state machine under openraft: apply, snapshot, restore |
 //! | `log` | votes and entries: the storage port, its sled implementation and the writer |

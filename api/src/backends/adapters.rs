@@ -49,7 +49,7 @@ pub enum AdapterPlace {
 }
 
 impl EngineAdapters {
-    /// Returns where `model` is.
+    /// Returns whether `model` is in memory, or would fit.
     #[must_use]
     pub fn place(&self, model: &str) -> AdapterPlace {
         let is_in = |names: &[String]| names.binary_search_by(|name| (**name).cmp(model)).is_ok();

@@ -239,7 +239,7 @@ impl Backends {
         self.board.health(slot)
     }
 
-    /// Returns where the engine in `slot` keeps the adapter `model`.
+    /// Returns whether the engine in `slot` has, or has room for, the adapter `model`.
     #[must_use]
     pub fn adapter_place(&self, slot: Slot, model: &str) -> AdapterPlace {
         let health = self.health(slot);
